@@ -1,0 +1,250 @@
+"""The deep parity bottleneck: a sparse code over 2**n features whose dictionary is computed, not stored.
+
+    code = bottleneck.encode(x)              x (..., d)  ->  Code(indices, coefs), both (..., K)
+    y = bottleneck.decode(code, like=x)      y = y_hat |x| / |y_hat|,   y_hat = sum_k coefs[k] phi_{indices[k]}
+
+Features lie in levels: level 0 is the standard basis, 0 .. 2^n_0 - 1 with n_0 = log2 d, level l is 2^n_{l-1} .. 2^n_l - 1.
+A token's K_0 active features of level 0 are parents; parent i has the children i ^ g for D_1 fixed generators g, and
+the K_1 best of those are the parents of level 2. Only children of active features are ever scored, so the cost
+does not grow with the number of features.
+
+A feature is chosen by |z|, where z = (<phi_i, x> - mean_i) / std_i is also its coefficient. mean and std are running
+moments of the feature's own scores, over the tokens where it was a candidate; without them most features die.
+The forward pass in training mode collects sums; call `update_moments(model)` once per optimiser step.
+
+Letters as in kernels.py; K = sum of K_l, m = 2^n_{L-1} features in all. There are no parameters.
+"""
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from kernels import attach_scores, chunks, parity_decode, score_children, search_children, select_distinct
+from kloosterman import log2_width
+
+
+class Code(NamedTuple):
+    """A sparse code: feature indices (..., K), int64, and their signed coefficients (..., K), levels in order.
+
+    Within a level the largest |coefficient| comes first. The two are all that a decoder needs, so whatever reads or
+    edits features works on this.
+    """
+    indices: torch.Tensor
+    coefs: torch.Tensor
+
+
+def unfold(code, m):
+    """Signed features as 2m unsigned ones: ids `i` where the coefficient is positive, `i + m` where negative; and |coef|."""
+    return code.indices + m * (code.coefs < 0), code.coefs.abs()
+
+
+def fold(ids, values, m):
+    """The Code of unfolded features: the inverse of unfold."""
+    return Code(ids % m, torch.where(ids < m, values, -values))
+
+
+def draw_generators(low_bits, bits, children, seed, parent_low=0):
+    """`children` distinct words of `bits` bits, spread evenly over the values of the bits from low_bits up, zero excluded.
+
+    The spread makes every feature reachable: child c has the parent c ^ g for any generator g of its high part. If the
+    parents start at parent_low > 0, c ^ g may lie below, so the generators of a high part must not all agree in
+    the bits from parent_low up.
+    """
+    parts = 2 ** (bits - low_bits) - 1  # the non-zero values of the high bits
+    if children > parts << low_bits:
+        raise ValueError(f"there are only {parts << low_bits} different generators of {bits} bits, not {children}")
+    rng = np.random.default_rng(seed)
+    high = 1 + np.resize(rng.permutation(parts), children)
+    words = high << low_bits | rng.integers(1 << low_bits, size=children)
+    while True:
+        again = np.setdiff1d(np.arange(children), np.unique(words, return_index=True)[1])  # repeats
+        if parent_low and children >= 2 * parts:
+            again = np.union1d(again, np.flatnonzero(np.isin(high, one_sided(words, low_bits, parent_low))))
+        if not len(again):
+            return words
+        words[again] = high[again] << low_bits | rng.integers(1 << low_bits, size=len(again))
+
+
+def one_sided(words, low_bits, parent_low):
+    """The high parts whose generators all agree in the bits between parent_low and 2^low_bits."""
+    high = words >> low_bits
+    middle = words % (1 << low_bits) // parent_low
+    return [part for part in np.unique(high) if len(np.unique(middle[high == part])) == 1]
+
+
+def unreachable(words, low_bits, bits, parent_low):
+    """How many features of a level no parent from parent_low up to 2^low_bits - 1 can reach."""
+    absent = 2 ** (bits - low_bits) - 1 - len(np.unique(words >> low_bits))
+    return absent * 2 ** low_bits + (parent_low and len(one_sided(words, low_bits, parent_low)) * parent_low)
+
+
+class DeepParityBottleneck(nn.Module):
+    """
+    d: width, a power of two from 8 to 32768.
+    bits: n_l, the index bits of each level, rising; the first is log2 d, the last at most 2 log2 d.
+    active: K_l, features active in each level.  children: D_l, children scored per parent, for levels 1, 2, ...
+    seed: of the generators. Give each layer its own.
+    standardise: False leaves mean 0 and std 1, so that plain scores are compared (an ablation: features die).
+    decay, floor: of the running moments, and the least variance.
+    samples: tokens per optimiser step from which the moments of levels >= 1 are taken.
+    method: "gemm", "transform" or "auto": how children are scored. The result is the same.
+    """
+
+    def __init__(self, d, bits=(10, 15), active=(16, 32), children=(256,), seed=0, standardise=True, decay=0.99,
+                 floor=1e-6, samples=64, method="auto"):
+        super().__init__()
+        t, bits, active, children = log2_width(d), tuple(bits), tuple(active), tuple(children)
+        if not len(bits) == len(active) == len(children) + 1:
+            raise ValueError(f"bits={bits} and active={active} need an entry for each level, children={children} one for "
+                             "each level but the first")
+        if bits[0] != t:
+            raise ValueError(f"bits={bits} must start with log2 d = {t} for d={d}: level 0 is the standard basis")
+        if any(a >= b for a, b in zip(bits, bits[1:])) or bits[-1] > 2 * t:
+            raise ValueError(f"bits={bits} must rise from level to level to at most 2 log2 d = {2 * t} for d={d}")
+        if not 0 <= decay < 1 or floor <= 0 or samples < 1:
+            raise ValueError(f"decay={decay} must lie in [0, 1), floor={floor} above 0 and samples={samples} above 0")
+        self.d, self.m, self.active, self.fan_out = d, 2 ** bits[-1], active, children
+        self.lows = (0, *(2 ** n for n in bits))  # level l holds features lows[l] .. lows[l + 1] - 1
+        self.standardise, self.decay, self.floor, self.samples, self.method = standardise, decay, floor, samples, method
+        self.passes = 1  # forward passes that make up one optimiser step: ranks x gradient accumulation
+
+        self.register_buffer("mean", torch.zeros(self.m))
+        self.register_buffer("var", torch.ones(self.m))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("generators_0", torch.arange(d), persistent=False)  # level 0: the children of parent 0
+        if not 1 <= active[0] <= d:
+            raise ValueError(f"active[0]={active[0]} must lie in 1..{d}: level 0 has d features")
+        for level in range(1, len(bits)):
+            words = draw_generators(bits[level - 1], bits[level], children[level - 1], [seed, level], self.lows[level - 1])
+            lost = unreachable(words, bits[level - 1], bits[level], self.lows[level - 1])
+            if lost:
+                warnings.warn(f"level {level}: {lost} of {self.lows[level + 1] - self.lows[level]} features can never be "
+                              f"active, since {children[level - 1]} generators are too few for {bits[level] - bits[level - 1]} "
+                              "more bits; raise children or add a level between", stacklevel=2)
+            # However the parents lie, children of one high part number at least max(parents, generators of that part).
+            per_part = np.bincount(words >> bits[level - 1])
+            least = int(np.maximum(per_part, active[level - 1])[per_part > 0].sum())
+            if not 1 <= active[level] <= least:
+                raise ValueError(f"active[{level}]={active[level]} must lie in 1..{least}: {active[level - 1]} parents with "
+                                 f"{children[level - 1]} children each are sure to have no more distinct ones")
+            self.register_buffer(f"generators_{level}", torch.from_numpy(words))
+        # Sums of this step, by feature: tokens on which it was a candidate, z, z squared.
+        self.register_buffer("sums", torch.zeros(3, self.m), persistent=False)
+
+    def extra_repr(self):
+        return f"d={self.d}, m={self.m}, active={self.active}, children={self.fan_out}"
+
+    def level(self, number):
+        """Everything about one level: generators, mean and 1/std of its features, index of its first feature."""
+        own = slice(self.lows[number], self.lows[number + 1])
+        return self.get_buffer(f"generators_{number}"), self.mean[own], self.var[own].rsqrt(), own.start
+
+    def encode(self, x):
+        """x (..., d) -> Code. The gradient flows from the coefficients to x, never through the choice of features."""
+        if x.shape[-1] != self.d:
+            raise ValueError(f"the bottleneck has width d={self.d}, but the input has shape {tuple(x.shape)}")
+        flat = x.reshape(-1, self.d)  # (N, d)
+        fixed = flat.detach()
+        generators, mean, rstd, _ = self.level(0)
+        z = (fixed.to(mean.dtype) - mean) * rstd  # (N, d)
+        root = torch.zeros(len(z), 1, dtype=torch.int64, device=z.device)
+        found = [select_distinct(z, root, generators, self.active[0])]
+        if self.training and self.standardise:
+            self.collect(0, z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0))
+        for number in range(1, len(self.active)):
+            parents = found[-1][0]  # (N, K_{l-1})
+            found.append(search_children(fixed, parents, *self.level(number), self.active[number], self.method))
+            if self.training and self.standardise:
+                self.collect_children(number, fixed, parents)
+        indices, z = (torch.cat(parts, dim=1) for parts in zip(*found))  # (N, K)
+        coefs = attach_scores(z, indices, flat, self.var.rsqrt()[indices], self.m)
+        return Code(indices.view(*x.shape[:-1], -1), coefs.view(*x.shape[:-1], -1))
+
+    def decode(self, code, like=None):
+        """sum of coefficient times dictionary row, (..., d); with `like`, an input x, scaled to its norm and type."""
+        K = code.indices.shape[-1]
+        y = parity_decode(code.indices.reshape(-1, K), code.coefs.reshape(-1, K), self.d, self.m)
+        y = y.view(*code.indices.shape[:-1], self.d)
+        return y if like is None else rescale(y, like)
+
+    def forward(self, x):
+        return self.decode(self.encode(x), like=x)
+
+    @torch.no_grad()
+    def collect(self, number, count, total, squares):
+        self.sums[:, self.lows[number] : self.lows[number + 1]] += torch.stack([count, total, squares])
+
+    @torch.no_grad()
+    def collect_children(self, number, x, parents):
+        """Sums of a level from evenly spaced tokens; a child reached from two parents of a token counts once.
+
+        The spacing is a power of two, so that it divides the batch alike however it is cut into passes, and the offset
+        moves with every update.
+        """
+        generators, mean, rstd, low = self.level(number)
+        spacing = 1 << max(1, min(len(x), len(x) * self.passes // self.samples)).bit_length() - 1
+        rows = self.updates * 0x9E3779B1 % spacing + torch.arange(0, len(x) // spacing * spacing, spacing, device=x.device)
+        x, parents = x[rows], parents[rows]
+        z = score_children(x, parents, generators, mean, rstd, low, self.method)  # (R, P*D)
+        children = (parents[:, :, None] ^ generators).flatten(1) - low
+        for part in chunks(len(rows), len(mean), 2 ** 24):
+            seen = z.new_zeros(len(rows[part]), len(mean)).scatter_(1, children[part], 1.0)
+            dense = torch.zeros_like(seen).scatter_(1, children[part], z[part])
+            self.collect(number, seen.sum(0), dense.sum(0), (dense * dense).sum(0))
+
+
+def rescale(y, x):
+    """y with the norm and the type of x, row by row; zero where either is zero."""
+    size = norm(y)
+    return (y * (norm(x) / torch.where(size > 0, size, 1))).to(x.dtype)
+
+
+def norm(x):
+    """|x| over the last dimension, kept, in float32 at least; without overflow or underflow, since the largest entry is taken out."""
+    x = x if x.dtype == torch.float64 else x.float()
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    largest = torch.where(largest == 0, 1, largest)
+    return largest * torch.linalg.vector_norm(x / largest, dim=-1, keepdim=True)
+
+
+@torch.no_grad()
+def update_moments(model):
+    """Once per optimiser step: move the running moments of every bottleneck in `model` toward those of the step's tokens.
+
+    The sums of all layers and ranks are added in one all-reduce. A feature that was not seen, or only with scores that are
+    not finite, stays.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, DeepParityBottleneck) and layer.standardise]
+    if not layers:
+        return
+    flat = torch.cat([layer.sums.flatten() for layer in layers])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(flat)
+    for layer, sums in zip(layers, flat.split([layer.sums.numel() for layer in layers])):
+        count, total, squares = sums.view(3, -1)
+        shift = total / count  # batch mean and variance in units of the running ones; 0/0 where not seen
+        spread = squares / count - shift * shift
+        step = torch.where(torch.isfinite(shift) & torch.isfinite(spread), 1 - layer.decay, 0.0)
+        layer.mean += step * torch.nan_to_num(shift) * layer.var.sqrt()
+        layer.var.add_(step * torch.nan_to_num(spread - 1) * layer.var).clamp_(min=layer.floor)
+        layer.updates += 1
+        layer.sums.zero_()
+
+
+def variance_loss(code, m, n_min=8):
+    """-(mean over features active on at least n_min tokens of the variance of their coefficient); 0 if there are none."""
+    indices, coefs = code.indices.flatten(), code.coefs.flatten()
+    count = torch.zeros(m, dtype=coefs.dtype, device=coefs.device).index_add(0, indices, torch.ones_like(coefs))
+    mean = torch.zeros_like(count).index_add(0, indices, coefs) / count.clamp(min=1)
+    var = torch.zeros_like(count).index_add(0, indices, (coefs - mean[indices]).square()) / count.clamp(min=1)
+    often = count >= n_min
+    return -(var * often).sum() / often.sum().clamp(min=1)
+
+
+def reconstruction_loss(y, x):
+    """Mean squared difference of the bottleneck's output and its input."""
+    return F.mse_loss(y.float(), x.float())

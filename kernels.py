@@ -1,0 +1,892 @@
+"""The four operations of the bottleneck, each as a plain torch reference, a fast CPU path and a Triton kernel.
+
+    parity_decode(indices, coefs, d)      y[n]    = sum_k coefs[n, k] phi_{indices[n, k]}        (N, K) -> (N, d)
+    parity_dot(indices, x)                s[n, k] = <phi_{indices[n, k]}, x[n]>                  (N, d) -> (N, K)
+    score_children(x, parents, ...)       z of every child i ^ g of every parent i               (N, d) -> (N, P*D)
+    select_distinct(z, ...)               the k distinct children with the largest |z|           (N, P*D) -> (N, k)
+
+phi_i is a row of the dictionary of kloosterman.py: a sign vector over sqrt(d), or e_i below d. Decode and dot are
+each other's gradient. `search_children` is score and select in one, without the (N, P*D) scores ever existing
+for all tokens. The references are the specification: every other path is tested against them.
+
+Letters: N tokens, d width, K features per token, P parents, D generators, m = features in all, and a level's
+features are low .. low + len(mean) - 1.
+
+    python kernels.py        compiles every kernel for real GPUs, without one, and prints what each needs
+"""
+import functools
+import math
+import warnings
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kloosterman import log2_width, seed_matrix
+
+try:  # Linux only; everything but the kernels themselves works without it
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+BACKEND = None  # None picks by device; "reference", "cpu" or "triton" forces one path (tests and benchmarks do)
+
+
+# References
+
+
+@functools.lru_cache(maxsize=None)
+def seed(d, device):
+    """The seed matrix M as a tensor: d words of 2t bits."""
+    return torch.from_numpy(seed_matrix(d).astype(np.int64)).to(device)
+
+
+def sign_rows(indices, d, dtype=torch.float32):
+    """sqrt(d) * h_i for every index: (...) -> (..., d)."""
+    bits = indices.long()[..., None] & seed(d, indices.device)
+    for shift in (16, 8, 4, 2, 1):
+        bits = bits ^ bits >> shift
+    return (1 - 2 * (bits & 1)).to(dtype)
+
+
+def dictionary_rows(indices, d, dtype=torch.float32):
+    """phi_i for every index: (...) -> (..., d)."""
+    basis = F.one_hot(indices.long().clamp(max=d - 1), d).to(dtype)
+    return torch.where(indices[..., None] < d, basis, sign_rows(indices, d, dtype) / math.sqrt(d))
+
+
+def decode_reference(indices, coefs, d):
+    return torch.einsum("nkd,nk->nd", dictionary_rows(indices, d, coefs.dtype), coefs)
+
+
+def dot_reference(indices, x):
+    return torch.einsum("nkd,nd->nk", dictionary_rows(indices, x.shape[1], x.dtype), x)
+
+
+def score_reference(x, parents, generators, mean, rstd, low):
+    children = (parents[:, :, None] ^ generators).flatten(1)  # (N, P*D)
+    return (dot_reference(children, x) - mean[children - low]) * rstd[children - low]
+
+
+def select_reference(z, parents, generators, k):
+    """Sort by index, drop repeats, then sort by |z|: both sorts stable, so ties go to the lower index."""
+    children = (parents[:, :, None] ^ generators).flatten(1)
+    return select_listed(z, children, magnitude(z), k)[:2]
+
+
+def select_listed(z, children, size, k):
+    """select_reference for candidates given one by one; also the sizes of the k selected, -1 for a missing one."""
+    order = size.argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, children.gather(1, order).argsort(dim=1, stable=True))
+    children, size = children.gather(1, order), size.gather(1, order)  # by index, the largest copy first
+    size[:, 1:].masked_fill_(children[:, 1:] == children[:, :-1], -1)
+    best = size.argsort(dim=1, descending=True, stable=True)[:, :k]
+    order, children, size = order.gather(1, best), children.gather(1, best), size.gather(1, best)
+    return children, z.gather(1, order).masked_fill(size < 0, 0), size
+
+
+def magnitude(z):
+    """|z| as an integer of the same order. NaN is above infinity, so that a token with NaN shows it."""
+    return z.abs().view(torch.int64 if z.dtype == torch.float64 else torch.int32)
+
+
+# Fast CPU paths. All of them use one table of sign rows, a cache shared by all layers of all models.
+
+TABLE_BYTES = 2 ** 30  # the largest sign table to keep; above it rows are made from two small ones, more slowly
+
+
+@functools.lru_cache(maxsize=None)
+def sign_table(d, rows, dtype):
+    """Rows 0 .. rows-1 of sign_rows, by doubling: h_{i + 2^b} = h_i * h_{2^b} for i < 2^b."""
+    table = torch.empty(rows, d, dtype=dtype)
+    table[0] = 1
+    for b in range(rows.bit_length() - 1):
+        torch.mul(table[: 1 << b], sign_rows(torch.tensor(1 << b), d, dtype), out=table[1 << b : 2 << b])
+    return table
+
+
+@functools.lru_cache(maxsize=None)
+def pattern_table(d, dtype):
+    """The d sign patterns s[u2] = sign_rows(u2 << t): h_i = H[u1] * s[u2] for i = u1 + (u2 << t)."""
+    return sign_rows(torch.arange(d) * d, d, dtype)
+
+
+def cpu_sign_rows(indices, d, m, dtype):
+    """sign_rows from tables."""
+    if fits_table(d, m, dtype):
+        return F.embedding(indices, sign_table(d, m, dtype))
+    return F.embedding(indices % d, sign_table(d, d, dtype)) * F.embedding(indices // d, pattern_table(d, dtype))
+
+
+def fits_table(d, m, dtype):
+    return m * d * dtype.itemsize <= TABLE_BYTES
+
+
+def split_basis(indices, d):
+    """Which columns of (N, K) indices are basis features in every row, which in no row; a mixed one is in both."""
+    basis = indices < d
+    return basis.any(0).nonzero().flatten(), (~basis.all(0)).nonzero().flatten()
+
+
+def masked(values, keep):
+    return values if keep.all() else values.masked_fill(~keep, 0)
+
+
+def decode_cpu(indices, coefs, d, m):
+    basis, hashed = split_basis(indices, d)
+    y = coefs.new_zeros(len(indices), d)
+    if len(hashed):
+        i = indices[:, hashed]
+        c = masked(coefs[:, hashed], i >= d) / math.sqrt(d)
+        if fits_table(d, m, coefs.dtype):
+            y = F.embedding_bag(i, sign_table(d, m, coefs.dtype), per_sample_weights=c, mode="sum")
+        else:
+            for rows in chunks(len(i), i.shape[1] * d):
+                y[rows] = torch.bmm(c[rows, None], cpu_sign_rows(i[rows], d, m, c.dtype))[:, 0]
+    if len(basis):
+        i = indices[:, basis]
+        y.scatter_add_(1, i.clamp(max=d - 1), masked(coefs[:, basis], i < d))
+    return y
+
+
+def dot_cpu(indices, x, m):
+    N, d = x.shape
+    basis, hashed = split_basis(indices, d)
+    out = x.new_empty(indices.shape)
+    if len(hashed):
+        i = indices[:, hashed]
+        if fits_table(d, m, x.dtype):
+            bags = torch.arange(N)
+            s = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+                x.contiguous(), sign_table(d, m, x.dtype), i.flatten(), bags * i.shape[1],
+                bags.repeat_interleave(i.shape[1]), 0).view(i.shape)
+        else:
+            s = x.new_empty(i.shape)
+            for rows in chunks(N, i.shape[1] * d):
+                s[rows] = torch.bmm(cpu_sign_rows(i[rows], d, m, x.dtype), x[rows, :, None])[..., 0]
+        out[:, hashed] = s / math.sqrt(d)
+    if len(basis):
+        i = indices[:, basis]
+        s = x.gather(1, i.clamp(max=d - 1))
+        out[:, basis] = torch.where(i < d, s, out[:, basis])
+    return out
+
+
+def chunks(N, elements, most=2 ** 19):
+    """Slices of the tokens 0..N-1 of at most so many elements altogether: by default what stays in a CPU's cache."""
+    size = max(1, most // elements)
+    return [slice(start, min(start + size, N)) for start in range(0, N, size)]
+
+
+def score_gemm(x, parents, generators, mean, rstd, low):
+    """<h_{i ^ g}, x> = <Gamma_g, h_i * x>: one matrix Gamma for all parents, one product."""
+    N, d = x.shape
+    gamma = sign_rows(generators, d, x.dtype) / math.sqrt(d)  # (D, d)
+    z = x.new_empty(N, parents.shape[1], len(generators))
+    for rows in chunks(N, parents.shape[1] * d):
+        hx = cpu_sign_rows(parents[rows], d, low, x.dtype).mul_(x[rows, None])  # (chunk, P, d)
+        children = (parents[rows, :, None] ^ generators) - low
+        z[rows] = (hx @ gamma.t()).sub_(mean[children]).mul_(rstd[children])
+    return z.flatten(1)
+
+
+def score_transform(x, parents, generators, mean, rstd, low):
+    """Every feature of the level by Walsh-Hadamard transforms of x * s[u2], one for each u2; then pick the children.
+
+    H_d = H_a (x) H_b, so with x * s as an (a, b) matrix its transform is H_a @ . @ H_b.
+    """
+    N, d = x.shape
+    b = 2 ** (log2_width(d) // 2)
+    hadamard = sign_table(d, d, x.dtype)
+    left, right = hadamard[::b, ::b].contiguous(), hadamard[:b, :b] / math.sqrt(d)
+    patterns = pattern_table(d, x.dtype)[low // d : (low + len(mean)) // d]  # (U, d)
+    z = x.new_empty(N, parents.shape[1] * len(generators))
+    for rows in chunks(N, len(mean)):
+        signed = (x[rows, None] * patterns).view(-1, d // b, b)
+        scores = (left @ (signed @ right)).view(-1, len(mean))  # (chunk, 2^n - low), the level in order
+        children = (parents[rows, :, None] ^ generators).flatten(1).sub_(low)
+        torch.gather(scores.sub_(mean).mul_(rstd), 1, children, out=z[rows])
+    return z
+
+
+def scoring_method(device, d, parents, generators, features):
+    """The faster of the two for a shape. On a GPU the product runs on tensor cores; on a CPU multiply-adds decide."""
+    transform = features * 2 * math.sqrt(d)
+    return "transform" if torch.device(device).type == "cpu" and transform < parents * generators * d else "gemm"
+
+
+def select_cpu(z, parents, generators, k):
+    """The reference on a prefiltered set; and on all candidates of those tokens where the set may lack a tie."""
+    size = magnitude(z)
+    keep = min(z.shape[1], k + max(16, k // 4))
+    best = prefilter(size, keep)  # (N, keep)
+    children = parents.gather(1, best // len(generators)) ^ generators[best % len(generators)]
+    kept = size.gather(1, best)
+    indices, coefs, chosen = select_listed(z.gather(1, best), children, kept, k)
+    unsure = chosen[:, -1] <= kept.amin(1)
+    if keep < z.shape[1] and unsure.any():
+        indices[unsure], coefs[unsure] = select_reference(z[unsure], parents[unsure], generators, k)
+    return indices, coefs
+
+
+def prefilter(size, keep, group=8):
+    """Positions of the `keep` largest in each row, in any order. They lie in the `keep` groups of largest maximum."""
+    N, C = size.shape
+    if C % group or C < 2 * group * keep:
+        return size.topk(keep, sorted=False).indices
+    groups = size.view(N, group, C // group).amax(1).topk(keep, sorted=False).indices  # (N, keep)
+    members = (groups[:, None] + torch.arange(0, C, C // group)[:, None]).flatten(1)  # (N, group*keep)
+    return members.gather(1, size.gather(1, members).topk(keep, sorted=False).indices)
+
+
+# Triton kernels. Signs travel packed: bit b of word w belongs to coordinate b*W + w, so that a tile of W
+# neighbouring coordinates takes one bit from each word and is read and written in one piece.
+
+
+def packing(d):
+    """(BITS, W): a row is W words of BITS bits. At least 16 words, the least that tl.dot multiplies."""
+    bits = min(32, max(1, d // 16))
+    return bits, max(16, d // bits)
+
+
+@functools.lru_cache(maxsize=None)
+def packed_signs(d, m, device):
+    """Rows 0..d-1: the Hadamard rows H[u1]; then the patterns s[u2]. The XOR of two rows is h_i, so these few say all.
+
+    There is always a pattern 1: the kernels point a wrong index at it, with a coefficient of NaN.
+    """
+    bits, W = packing(d)
+    indices = torch.cat([torch.arange(d), torch.arange(max(2, m // d)) * d])
+    negative = F.pad(sign_rows(indices, d, torch.int64) < 0, (0, bits * W - d)).view(-1, bits, W)
+    words = (negative.long() << torch.arange(bits)[:, None]).sum(1)
+    return torch.where(words < 2 ** 31, words, words - 2 ** 32).int().to(device)
+
+
+if triton:
+
+    @triton.jit
+    def sign_words(packed, i, w, d: tl.constexpr, W: tl.constexpr):
+        """The packed signs of h_i, words w: H[u1] ^ s[u2]. Shapes of i and w broadcast."""
+        return tl.load(packed + i % d * W + w) ^ tl.load(packed + (d + i // d) * W + w)
+
+    @triton.jit
+    def decode_kernel(indices, coefs, packed, y, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
+        """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers."""
+        n = tl.program_id(0).to(tl.int64)
+        b = tl.arange(0, BITS)[:, None]
+        w = tl.arange(0, W)[None, :]
+        at = b * W + w
+        row = tl.zeros([BITS, W], tl.float32)
+        for k in range(K):
+            i = tl.load(indices + n * K + k).to(tl.int32)
+            c = tl.load(coefs + n * K + k)
+            known = (i >= 0) & (i < m)
+            i = tl.where(known, i, d)
+            c = tl.where(known, c, float("nan"))
+            if i < d:
+                row += tl.where(at == i, c, 0.0)
+            else:
+                sign = (sign_words(packed, i, w, d, W) << (31 - b)) & -2147483648
+                row += ((c * scale).to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        tl.store(y + n * d + at, row.to(y.dtype.element_ty), mask=at < d)
+
+    @triton.jit
+    def dot_kernel(indices, x, packed, out, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
+        """out[n, k] = <phi_{indices[n, k]}, x[n]>: one token a program, x[n] kept in registers."""
+        n = tl.program_id(0).to(tl.int64)
+        b = tl.arange(0, BITS)[:, None]
+        w = tl.arange(0, W)[None, :]
+        at = b * W + w
+        row = tl.load(x + n * d + at, mask=at < d, other=0.0).to(tl.float32)
+        for k in range(K):
+            i = tl.load(indices + n * K + k).to(tl.int32)
+            known = (i >= 0) & (i < m)
+            i = tl.where(known, i, d)
+            if i < d:
+                s = tl.load(x + n * d + i).to(tl.float32)
+            else:
+                sign = (sign_words(packed, i, w, d, W) << (31 - b)) & -2147483648
+                s = tl.sum((row.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)) * scale
+            tl.store(out + n * K + k, tl.where(known, s, float("nan")))
+
+    @triton.jit
+    def standardise(score, i, known, r, rows, j, generators, moments, z, low, D: tl.constexpr):
+        """Store (score - mean) * rstd of the children i ^ g_j. mean and rstd lie side by side: one load for both."""
+        g = tl.load(generators + j, mask=j < D, other=0).to(tl.int32)
+        child = (i[:, None] ^ g[None, :]) - low
+        pair = tl.load(moments + child, mask=known[:, None] & (j[None, :] < D), other=0)
+        mean = pair.to(tl.int32).to(tl.float32, bitcast=True)
+        rstd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        score = tl.where(known[:, None], (score - mean) * rstd, float("nan"))
+        tl.store(z + r[:, None] * D + j[None, :], score, mask=(r[:, None] < rows) & (j[None, :] < D))
+
+    @triton.jit
+    def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, scale,
+                     P: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
+                     BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
+        """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
+
+        A matrix product whose left side never exists: its row (n, p) is x[n] with the sign bits flipped by h_i, in
+        registers.
+        """
+        r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
+        j = tl.program_id(1) * BN + tl.arange(0, BN)
+        w = tl.arange(0, W)
+        i = tl.load(parents + r, mask=r < rows, other=0).to(tl.int32)
+        known = (r < rows) & (i >= 0) & (i < low)
+        i = tl.where(known, i, 0)
+        words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
+        x += (r // P)[:, None] * d
+        total = tl.zeros([BM, BN], tl.float32)
+        for b in range(BITS):
+            k = b * W + w
+            piece = tl.load(x + k[None, :], mask=(r[:, None] < rows) & (k[None, :] < d), other=0.0)
+            if x.dtype.element_ty == tl.float32:
+                flip = (words << (31 - b)) & -2147483648
+                piece = (piece.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
+            else:
+                flip = (((words >> b) & 1) << 15).to(tl.int16)
+                piece = (piece.to(tl.int16, bitcast=True) ^ flip).to(x.dtype.element_ty, bitcast=True)
+            right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
+            if UPCAST:  # Triton's interpreter multiplies the bit patterns of bfloat16
+                piece, right = piece.to(tl.float32), right.to(tl.float32)
+            total = tl.dot(piece, right, total, input_precision="ieee")
+        # By halves: the loads of one are done before those of the next take registers.
+        left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+        j = tl.program_id(1) * BN + tl.arange(0, BN // 2)
+        standardise(left * scale, i, known, r, rows, j, generators, moments, z, low, D)
+        standardise(right * scale, i, known, r, rows, j + BN // 2, generators, moments, z, low, D)
+
+    @triton.jit
+    def sort_keys(z, parents, generators, c, live, D: tl.constexpr):
+        """(|z|, lower index first, sign) of candidates c in one sortable integer: -1 where not live."""
+        bits = tl.load(z + c, mask=live, other=0.0).to(tl.int32, bitcast=True)
+        i = tl.load(parents + c // D, mask=live, other=0).to(tl.int32)
+        i ^= tl.load(generators + c % D, mask=live, other=0).to(tl.int32)
+        key = ((bits & 0x7FFFFFFF).to(tl.int64) << 32) | ((0x7FFFFFFF - i).to(tl.int64) << 1)
+        return tl.where(live, key | ((bits >> 31) & 1), -1)
+
+    @triton.jit
+    def key_index(key):
+        return 0x7FFFFFFF - ((key >> 1) & 0x7FFFFFFF)
+
+    @triton.jit
+    def key_value(key):
+        return ((key >> 32) | ((key & 1) << 31)).to(tl.int32).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def select_kernel(z, parents, generators, indices, coefs, scratch, k, keep,
+                      P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
+        """The k distinct candidates of a token with the largest |z|, largest first, ties to the lower index.
+
+        The candidates are dealt to BLOCK groups. A threshold that `keep` group maxima reach is reached by at least
+        `keep` candidates and hardly more: those are listed in scratch, sorted, and freed of repeats. Where that
+        leaves fewer than k, or more than S were listed (many ties), the next largest is looked for k times over.
+        """
+        C: tl.constexpr = P * D
+        n = tl.program_id(0).to(tl.int64)
+        z += n * C
+        parents += n * P
+        scratch += n * S
+        lane = tl.arange(0, BLOCK)
+        slot = tl.arange(0, S)
+
+        top = tl.full([BLOCK], -1, tl.int32)
+        for start in range(0, C, BLOCK):
+            c = start + lane
+            size = tl.load(z + c, mask=c < C, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            top = tl.maximum(top, tl.where(c < C, size, -1))
+        below = tl.max(top, 0) + 1  # no group reaches this; at least `keep`, or all there are, reach the threshold
+        threshold = below * 0
+        reached = threshold + BLOCK
+        while (below - threshold > 1) & (reached > keep + keep // 4):
+            middle = threshold + (below - threshold) // 2
+            count = tl.sum((top >= middle).to(tl.int32), 0)
+            below = tl.where(count >= keep, below, middle)
+            threshold = tl.where(count >= keep, middle, threshold)
+            reached = tl.where(count >= keep, count, reached)
+
+        listed = threshold * 0
+        for start in range(0, C, BLOCK):
+            c = start + lane
+            size = tl.load(z + c, mask=c < C, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            hit = ((size >= threshold) & (c < C)).to(tl.int32)
+            to = listed + tl.cumsum(hit, 0) - 1
+            tl.store(scratch + to, c.to(tl.int64), mask=(hit > 0) & (to < S))
+            listed += tl.sum(hit, 0)
+        tl.debug_barrier()  # scratch is written and read by different threads
+        live = slot < listed
+        key = sort_keys(z, parents, generators, tl.load(scratch + slot, mask=live, other=0).to(tl.int32), live, D)
+        key = tl.sort(key, descending=True)
+        tl.debug_barrier()  # all have read the list before the keys overwrite it
+        tl.store(scratch + slot, key)
+        tl.debug_barrier()
+        before = tl.load(scratch + slot - 1, mask=slot > 0, other=-1)
+        fresh = (live & (key != before)).to(tl.int32)
+        rank = tl.cumsum(fresh, 0) - 1
+        found = tl.sum(fresh, 0)
+        if (listed <= S) & (found >= k):
+            tl.store(indices + n * k + rank, key_index(key).to(tl.int64), mask=(fresh > 0) & (rank < k))
+            tl.store(coefs + n * k + rank, key_value(key), mask=(fresh > 0) & (rank < k))
+        else:
+            last = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+            for place in range(k):
+                best = tl.full([], -1, tl.int64)
+                for start in range(0, C, BLOCK):
+                    c = start + lane
+                    keys = sort_keys(z, parents, generators, c, c < C, D)
+                    best = tl.maximum(best, tl.max(tl.where(keys < last, keys, -1), 0))
+                value = tl.where(best < 0, 0.0, key_value(best))  # fewer than k distinct: repeat the last, at zero
+                last = tl.where(best < 0, last, best)
+                tl.store(indices + n * k + place, key_index(last).to(tl.int64))
+                tl.store(coefs + n * k + place, value)
+
+
+# What each launch is: the kernel, the grid, its arguments. One place for running here and for compiling elsewhere.
+
+
+def decode_launch(indices, coefs, y, m, scale):
+    d = y.shape[1]
+    bits, W = packing(d)
+    return decode_kernel, (len(indices),), dict(
+        indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, K=indices.shape[1], m=m, scale=scale,
+        d=d, BITS=bits, W=W, num_warps=max(1, d // 2048))
+
+
+def dot_launch(indices, x, out, m):
+    d = x.shape[1]
+    bits, W = packing(d)
+    return dot_kernel, (len(indices),), dict(
+        indices=indices, x=x, packed=packed_signs(d, m, x.device), out=out, K=indices.shape[1], m=m,
+        scale=d ** -0.5, d=d, BITS=bits, W=W, num_warps=max(1, d // 2048))
+
+
+def score_launch(x, parents, gamma, generators, moments, z, low):
+    (N, d), P, D = x.shape, parents.shape[1], len(generators)
+    bits, W = packing(d)
+    BM = 64 if W <= 64 else 32
+    BN = min(128, max(32, triton.next_power_of_2(D)))
+    if x.dtype == torch.float32:
+        BM, BN = 32, min(64, BN)  # no tensor cores for exact float32: a small tile, as the products stay in registers
+    return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
+        x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
+        moments=moments, z=z, rows=N * P, low=low, scale=d ** -0.5, P=P, D=D, d=d, BITS=bits, W=W, BM=BM, BN=BN,
+        num_warps=4, num_stages=3 if W <= 32 else 2,
+        UPCAST=triton.knobs.runtime.interpret and x.dtype == torch.bfloat16)
+
+
+def select_launch(z, parents, generators, indices, coefs):
+    k, (N, P), D = indices.shape[1], parents.shape, len(generators)
+    keep = k + max(16, k // 4)
+    BLOCK = max(512, triton.next_power_of_2(4 * keep))
+    S = triton.next_power_of_2(2 * keep)
+    scratch = torch.empty(N, S, dtype=torch.int64, device=z.device)
+    return select_kernel, (N,), dict(
+        z=z, parents=parents, generators=generators, indices=indices, coefs=coefs, scratch=scratch, k=k, keep=keep,
+        P=P, D=D, BLOCK=BLOCK, S=S, num_warps=BLOCK // 512)
+
+
+def run(launch):
+    kernel, grid, arguments = launch
+    if 0 not in grid:
+        kernel[grid](**arguments)
+
+
+def decode_triton(indices, coefs, d, m):
+    y = coefs.new_empty(len(indices), d)
+    run(decode_launch(indices, coefs, y, m, d ** -0.5))
+    return y
+
+
+def dot_triton(indices, x, m):
+    out = torch.empty(indices.shape, dtype=torch.float32, device=x.device)
+    run(dot_launch(indices, x, out, m))
+    return out
+
+
+def score_triton(x, parents, generators, mean, rstd, low):
+    (N, d), P, D = x.shape, parents.shape[1], len(generators)
+    gamma = torch.empty(D, d, dtype=x.dtype, device=x.device)
+    ones = torch.ones(D, 1, device=x.device)
+    run(decode_launch(generators[:, None], ones, gamma, low + len(mean), 1.0))  # the sign rows of the generators
+    moments = torch.stack([mean, rstd], 1).view(torch.int64)
+    z = torch.empty(N, P * D, dtype=torch.float32, device=x.device)
+    run(score_launch(x, parents, gamma.t().contiguous(), generators, moments, z, low))
+    return z
+
+
+def select_triton(z, parents, generators, k):
+    indices = torch.empty(len(z), k, dtype=torch.int64, device=z.device)
+    coefs = torch.empty(len(z), k, dtype=torch.float32, device=z.device)
+    run(select_launch(z, parents, generators, indices, coefs))
+    return indices, coefs
+
+
+# Custom operators: opaque to torch.compile, with shapes for tracing and gradients for autograd.
+
+
+def backend(x):
+    """Which path serves this tensor. All give the same result; only their speed differs."""
+    if BACKEND:
+        return BACKEND
+    if x.device.type == "cpu":
+        return "cpu"
+    if x.device.type == "cuda" and x.dtype != torch.float64:
+        if triton:
+            return "triton"
+        warn_once("triton is not installed, so the bottleneck runs on plain torch, many times slower: pip install triton")
+    return "reference"
+
+
+@functools.lru_cache(maxsize=None)
+def warn_once(text):
+    warnings.warn(text, stacklevel=3)
+
+
+def wide(x):
+    """The type sums are taken in: float32, or float64 for float64 (checks only)."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def exact(operation):
+    """Without autocast, which would round the products inside to bfloat16."""
+    @functools.wraps(operation)
+    def run_exact(*arguments):
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return operation(*arguments)
+    return run_exact
+
+
+def check_range(indices, m):
+    """Raise for a wrong index where that costs nothing; on a GPU, where looking would stall it, the token gets NaN."""
+    if indices.device.type == "cpu" and indices.numel():
+        least, most = (int(v) for v in indices.aminmax())
+        if least < 0 or most >= m:
+            raise IndexError(f"feature indices must lie in 0..{m - 1}, but these go from {least} to {most}")
+
+
+@torch.library.custom_op("parity::decode", mutates_args=())
+@exact
+def decode_op(indices: torch.Tensor, coefs: torch.Tensor, d: int, m: int) -> torch.Tensor:
+    check_range(indices, m)
+    path = backend(coefs)
+    if path == "triton":
+        return decode_triton(indices.contiguous(), coefs.contiguous(), d, m)
+    return decode_cpu(indices, coefs, d, m) if path == "cpu" else decode_reference(indices, coefs, d)
+
+
+@torch.library.custom_op("parity::dot", mutates_args=())
+@exact
+def dot_op(indices: torch.Tensor, x: torch.Tensor, m: int) -> torch.Tensor:
+    check_range(indices, m)
+    path = backend(x)
+    if path == "triton":
+        return dot_triton(indices.contiguous(), x.contiguous(), m)
+    return dot_cpu(indices, wide(x), m) if path == "cpu" else dot_reference(indices, wide(x))
+
+
+@torch.library.custom_op("parity::score", mutates_args=())
+@exact
+def score_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
+             low: int, method: str) -> torch.Tensor:
+    check_range(parents, low)
+    return score(x, parents, generators, mean, rstd, low, method)
+
+
+def score(x, parents, generators, mean, rstd, low, method):
+    path = backend(x)
+    if path == "triton" and method == "gemm":
+        return score_triton(x.contiguous(), parents.contiguous(), generators, mean, rstd, low)
+    if path == "reference":
+        return score_reference(wide(x), parents, generators, mean, rstd, low)
+    fast = {"gemm": score_gemm, "transform": score_transform}[method]
+    return fast(wide(x), parents, generators, mean, rstd, low)
+
+
+@torch.library.custom_op("parity::select", mutates_args=())
+def select_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return select(z, parents, generators, k)
+
+
+def select(z, parents, generators, k):
+    path = backend(z)
+    if path == "triton":
+        return select_triton(z.contiguous(), parents.contiguous(), generators, k)
+    return (select_cpu if path == "cpu" else select_reference)(z, parents, generators, k)
+
+
+@torch.library.custom_op("parity::search", mutates_args=())
+@exact
+def search_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
+              low: int, k: int, method: str) -> tuple[torch.Tensor, torch.Tensor]:
+    check_range(parents, low)
+    indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
+    coefs = torch.empty(len(x), k, dtype=wide(x[:0]).dtype, device=x.device)
+    most = 2 ** 22 if x.device.type == "cpu" else 2 ** 26  # scores held at a time: 16 MB, or 256 MB on a GPU
+    for rows in chunks(len(x), parents.shape[1] * len(generators), most):
+        z = score(x[rows], parents[rows], generators, mean, rstd, low, method)
+        indices[rows], coefs[rows] = select(z, parents[rows], generators, k)
+    return indices, coefs
+
+
+@torch.library.custom_op("parity::attach", mutates_args=())
+def attach_op(values: torch.Tensor, indices: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, m: int) -> torch.Tensor:
+    return values.clone()
+
+
+@decode_op.register_fake
+def _(indices, coefs, d, m):
+    return coefs.new_empty(indices.shape[0], d)
+
+
+@dot_op.register_fake
+def _(indices, x, m):
+    return wide(x).new_empty(indices.shape)
+
+
+@score_op.register_fake
+def _(x, parents, generators, mean, rstd, low, method):
+    return wide(x).new_empty(x.shape[0], parents.shape[1] * generators.shape[0])
+
+
+@select_op.register_fake
+def _(z, parents, generators, k):
+    return parents.new_empty(z.shape[0], k), z.new_empty(z.shape[0], k)
+
+
+@search_op.register_fake
+def _(x, parents, generators, mean, rstd, low, k, method):
+    return parents.new_empty(x.shape[0], k), wide(x).new_empty(x.shape[0], k)
+
+
+@attach_op.register_fake
+def _(values, indices, x, scale, m):
+    return torch.empty_like(values)
+
+
+def save_decode(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.m = inputs[3]
+
+
+def decode_backward(ctx, grad):
+    return None, dot_op(ctx.saved_tensors[0], grad, ctx.m), None, None
+
+
+def save_dot(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.d, ctx.dtype, ctx.m = inputs[1].shape[1], inputs[1].dtype, inputs[2]
+
+
+def dot_backward(ctx, grad):
+    return None, decode_op(ctx.saved_tensors[0], grad, ctx.d, ctx.m).to(ctx.dtype), None
+
+
+def save_score(ctx, inputs, output):
+    x, parents, generators, mean, rstd, low, _ = inputs
+    ctx.save_for_backward(parents, generators, rstd)
+    ctx.d, ctx.dtype, ctx.low = x.shape[1], x.dtype, low
+
+
+def score_backward(ctx, grad):
+    parents, generators, rstd = ctx.saved_tensors
+    children = (parents[:, :, None] ^ generators).flatten(1)
+    grad = decode_op(children, grad * rstd[children - ctx.low], ctx.d, ctx.low + len(rstd))
+    return grad.to(ctx.dtype), None, None, None, None, None, None
+
+
+def save_attach(ctx, inputs, output):
+    _, indices, x, scale, m = inputs
+    ctx.save_for_backward(indices, scale)
+    ctx.d, ctx.dtype, ctx.m = x.shape[1], x.dtype, m
+
+
+def attach_backward(ctx, grad):
+    indices, scale = ctx.saved_tensors
+    return None, None, decode_op(indices, grad * scale, ctx.d, ctx.m).to(ctx.dtype), None, None
+
+
+decode_op.register_autograd(decode_backward, setup_context=save_decode)
+dot_op.register_autograd(dot_backward, setup_context=save_dot)
+score_op.register_autograd(score_backward, setup_context=save_score)
+attach_op.register_autograd(attach_backward, setup_context=save_attach)
+
+
+# Public functions: they check what they are given, then call the operators.
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check(condition, text):
+    if not condition:
+        raise ValueError(text)
+
+
+def check_floats(**tensors):
+    for name, tensor in tensors.items():
+        check(tensor.dtype in FLOATS, f"{name} must be float32, bfloat16 or float16, not {tensor.dtype}")
+
+
+def check_indices(name, indices, rows):
+    check(indices.dtype in (torch.int32, torch.int64), f"{name} must be integers (int64), not {indices.dtype}")
+    check(indices.dim() == 2 and indices.shape[0] == rows,
+          f"{name} must have shape ({rows}, K), a row a token, not {tuple(indices.shape)}")
+    return indices.long()
+
+
+def parity_decode(indices, coefs, d, m=None):
+    """sum_k coefs[n, k] * phi_{indices[n, k]}: indices and coefs (N, K) -> (N, d). Differentiable in coefs.
+
+    m: the number of features in use, all d*d if not given; a smaller one makes a smaller table on a CPU.
+    """
+    log2_width(d)
+    m = m or d * d
+    check_floats(coefs=coefs)
+    indices = check_indices("indices", indices, coefs.shape[0])
+    check(coefs.shape == indices.shape, f"coefs {tuple(coefs.shape)} and indices {tuple(indices.shape)} must have one shape")
+    return decode_op(indices, wide(coefs), d, m).to(coefs.dtype)
+
+
+def parity_dot(indices, x, m=None):
+    """<phi_{indices[n, k]}, x[n]>: indices (N, K), x (N, d) -> (N, K), float32 at least. Differentiable in x."""
+    d = check_input(x)
+    return dot_op(check_indices("indices", indices, x.shape[0]), x, m or d * d)
+
+
+def attach_scores(values, indices, x, scale, m):
+    """values, known to be scale * parity_dot(indices, x) plus a constant: returns them with that gradient to x."""
+    return attach_op(values, indices, x, scale, m)
+
+
+def check_input(x):
+    check_floats(x=x)
+    check(x.dim() == 2, f"x must have shape (N, d), not {tuple(x.shape)}")
+    log2_width(x.shape[1])
+    return x.shape[1]
+
+
+def check_level(x, parents, generators, mean, rstd, low, method):
+    """The arguments of score_children as the operators take them."""
+    d = check_input(x)
+    parents = check_indices("parents", parents, x.shape[0])
+    check(generators.dim() == 1 and not generators.is_floating_point(), "generators must be a list of D integers")
+    check(mean.shape == rstd.shape == (mean.numel(),), "mean and rstd must be two vectors of one length")
+    high = low + mean.numel()
+    check(low >= d and low % d == 0 and high % d == 0 and high <= d * d,
+          f"a level must hold features from a multiple of d={d} to another, at most d*d, not {low}..{high}")
+    if method == "auto":
+        method = scoring_method(x.device, d, parents.shape[1], generators.numel(), mean.numel())
+    check(method in ("gemm", "transform"), f"method must be 'auto', 'gemm' or 'transform', not {method!r}")
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x, parents, generators.long(), mean.to(kind), rstd.to(kind), low, method
+
+
+def score_children(x, parents, generators, mean, rstd, low, method="auto"):
+    """Standardised scores of all children of a level, repeats included.
+
+    x (N, d); parents (N, P), features below `low`; generators (D,), each taking any parent to a feature from `low` to
+    low + F - 1; mean, rstd (F,) of those features -> z (N, P*D), parent by parent. Differentiable in x.
+    method: "gemm" or "transform", two exact ways of which "auto" takes the faster.
+    """
+    return score_op(*check_level(x, parents, generators, mean, rstd, low, method))
+
+
+def select_distinct(z, parents, generators, k):
+    """The k distinct children with the largest |z|, largest first, ties to the lower index: (indices, coefs), (N, k).
+
+    z (N, P*D) from score_children; a child reached from two parents has one z and counts once. With fewer than k
+    distinct children an index is repeated with coefficient zero. No gradient: selection has none.
+    """
+    check_floats(z=z)
+    parents = check_indices("parents", parents, z.shape[0])
+    check(z.shape[1] == parents.shape[1] * generators.numel(),
+          f"z has {z.shape[1]} candidates a token, but {parents.shape[1]} parents x {generators.numel()} generators were given")
+    check(1 <= k <= z.shape[1], f"k={k} features cannot be selected from {z.shape[1]} candidates")
+    return select_op(wide(z.detach()), parents, generators.long(), k)
+
+
+def search_children(x, parents, generators, mean, rstd, low, k, method="auto"):
+    """select_distinct(score_children(...), ..., k), some tokens at a time. No gradient: see attach_scores."""
+    *level, method = check_level(x.detach(), parents, generators, mean, rstd, low, method)
+    candidates = parents.shape[1] * generators.numel()
+    check(1 <= k <= candidates, f"k={k} features cannot be selected from {candidates} candidates")
+    return search_op(*level, k, method)
+
+
+# python kernels.py: compile for GPUs that are not here.
+
+SHARED_LIMIT = {80: 163, 90: 227, 100: 227, 120: 99}  # KiB of shared memory that one program may use
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+
+
+def paper_launches(dtype=torch.bfloat16, tokens=2):
+    """Every kernel at every shape of the paper's models: (shape, launch)."""
+    for d, t in (1024, 10), (2048, 11):
+        x, y = torch.empty(tokens, d, dtype=dtype), torch.empty(tokens, d)
+        bits, active, D = (t, 15, 17), (16, 32, 64), 256
+        for levels in 2, 3:
+            K, m = sum(active[:levels]), 2 ** bits[levels - 1]
+            indices, coefs = torch.empty(tokens, K, dtype=torch.int64), torch.empty(tokens, K)
+            yield f"d={d} K={K}", decode_launch(indices, coefs, y, m, 1.0)
+            yield f"d={d} K={K}", dot_launch(indices, x, coefs, m)
+        for level in 0, 1, 2:
+            P, D = (active[level - 1], 256) if level else (1, d)
+            parents, generators = torch.empty(tokens, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64)
+            z, k = torch.empty(tokens, P * D), active[level]
+            if level:
+                gamma, moments = torch.empty(d, D, dtype=dtype), torch.empty(2 ** bits[level], dtype=torch.int64)
+                yield f"d={d} P={P} D={D}", score_launch(x, parents, gamma, generators, moments, z, 2 ** bits[level - 1])
+            yield f"d={d} C={P * D} k={k}", select_launch(
+                z, parents, generators, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
+
+
+def compile_for(launch, capability):
+    """Machine code of a launch for a compute capability: (registers, stack, local, shared bytes)."""
+    import os, re, subprocess, tempfile  # noqa: E401
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, _, arguments = launch
+    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    signature, constants, aligned = {}, {}, {}
+    for position, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            aligned[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(kernel, signature, constants, aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True).stdout
+    registers, stack, local = (int(re.search(rf"{word}:(\d+)", text[text.index("Function"):])[1])
+                               for word in ("REG", "STACK", "LOCAL"))
+    return registers, stack, local, binary.metadata.shared
+
+
+def main():
+    if triton is None:
+        raise SystemExit("kernels.py: triton is not installed (it exists for Linux only): pip install triton==3.7.1")
+    print(f"{'kernel':14} {'shape':20} {'target':>7} {'warps':>5} {'registers':>9} {'stack':>5} {'local':>5} {'shared':>9}")
+    wrong = 0
+    for shape, launch in paper_launches():
+        for capability, limit in SHARED_LIMIT.items():
+            registers, stack, local, shared = compile_for(launch, capability)
+            bad = stack or local or shared > limit * 1024
+            wrong += bool(bad)
+            print(f"{launch[0].__name__:14} {shape:20} {'sm_' + str(capability):>7} {launch[2]['num_warps']:5} {registers:9} "
+                  f"{stack:5} {local:5} {shared / 1024:5.1f} KiB{'  <- too much' if bad else ''}", flush=True)
+    print(f"{wrong} of these use stack, local memory or more shared memory than the card has" if wrong else
+          "no stack, no local memory, shared memory within each card's limit")
+    raise SystemExit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

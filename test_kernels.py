@@ -1,0 +1,355 @@
+"""Every path of every operation against its reference; gradients; bad input; machine code for GPUs.
+
+The Triton kernels run in Triton's interpreter here (conftest.py sets TRITON_INTERPRET).
+"""
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import kernels
+from kloosterman import sign_vectors
+
+PATHS = ["reference", "cpu", "triton"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """torch.empty gives NaN, so that a place nobody writes shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    def choose(path):
+        if path == "triton" and kernels.triton is None:
+            pytest.skip("triton is not installed (Linux only)")
+        monkeypatch.setattr(kernels, "BACKEND", path)
+    return choose
+
+
+def dense_dictionary(d, m, dtype=torch.float64):
+    """phi, all m rows, from kloosterman.py alone."""
+    phi = torch.from_numpy(sign_vectors(np.arange(m), d)).to(dtype) / d ** 0.5
+    phi[:d] = torch.eye(d)
+    return phi
+
+
+def assert_as_exact_as_torch(got, plain, exact):
+    """The largest error is at most twice the one that plain torch makes at the same precision, or the last bit."""
+    allowed = 2 * (plain.double() - exact).abs().max() + 2 * torch.finfo(got.dtype).eps * exact.abs().max()
+    assert (got.double() - exact).abs().max() <= allowed
+
+
+def level(d, m, N, P, D, seed=0, low=None, dtype=torch.float32):
+    """A level with random parents, generators and moments, and an input."""
+    rng = torch.Generator().manual_seed(seed)
+    low = low or d
+    x = torch.randn(N, d, generator=rng).to(dtype)
+    parents = torch.stack([torch.randperm(low, generator=rng)[:P] for _ in range(N)]) if N else torch.zeros(0, P, dtype=torch.int64)
+    high = torch.randint(1, m // low, (D,), generator=rng) * low
+    generators = (high | torch.randint(0, low, (D,), generator=rng)).unique()
+    mean, rstd = torch.randn(m - low, generator=rng) / 4, 0.5 + torch.rand(m - low, generator=rng)
+    return x, parents, generators, mean, rstd, low
+
+
+def brute_select(z, parents, generators, k):
+    """In words: of the distinct children, the k with the largest |z|; among equals, the one of lower index."""
+    rows = []
+    for n in range(len(z)):
+        score = {}
+        for p, parent in enumerate(parents[n].tolist()):
+            for j, g in enumerate(generators.tolist()):
+                score[parent ^ g] = z[n, p * len(generators) + j].item()
+        rows.append(sorted(score.items(), key=lambda item: (-abs(item[1]), item[0]))[:k])
+    return torch.tensor([[i for i, _ in row] for row in rows]), torch.tensor([[v for _, v in row] for row in rows])
+
+
+DECODE_SHAPES = [  # N, d, m, K
+    (1, 8, 64, 1), (5, 16, 256, 7), (3, 64, 64, 5), (7, 128, 4096, 24), (33, 256, 2 ** 12, 3), (2, 1024, 2 ** 15, 48),
+    (3, 2048, 2 ** 17, 112), (2, 4096, 2 ** 22, 256), (0, 128, 4096, 24),
+]
+
+
+@pytest.mark.parametrize("path", ["cpu", "triton"])
+@pytest.mark.parametrize("N, d, m, K", DECODE_SHAPES)
+def test_decode_and_dot_equal_reference(use, path, N, d, m, K):
+    torch.manual_seed(N + d)
+    indices = torch.randint(0, m, (N, K))
+    indices[:, : K // 3] %= d  # basis features too
+    coefs, x = torch.randn(N, K), torch.randn(N, d)
+    use(path)
+    y, s = kernels.parity_decode(indices, coefs, d, m), kernels.parity_dot(indices, x, m)
+    assert y.shape == (N, d) and s.shape == (N, K) and y.dtype == s.dtype == torch.float32
+    if N:
+        assert_as_exact_as_torch(y, kernels.decode_reference(indices, coefs, d), kernels.decode_reference(indices, coefs.double(), d))
+        assert_as_exact_as_torch(s, kernels.dot_reference(indices, x), kernels.dot_reference(indices, x.double()))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_decode_reads_the_dictionary_exactly(use, path):
+    """One feature with coefficient 1 gives its dictionary row, to the last bit, for all 4096 features."""
+    d, m = 64, 4096
+    use(path)
+    indices = torch.arange(m)[:: 1 if path != "triton" else 61, None]
+    y = kernels.parity_decode(indices, torch.ones(len(indices), 1), d)
+    assert torch.equal(y, dense_dictionary(d, m, torch.float32)[indices[:, 0]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("path", PATHS)
+def test_half_precision_in_float32_sums(use, path, dtype):
+    torch.manual_seed(0)
+    indices, coefs, x = torch.randint(0, 4096, (5, 40)), torch.randn(5, 40).to(dtype), torch.randn(5, 128).to(dtype)
+    use(path)
+    y, s = kernels.parity_decode(indices, coefs, 128), kernels.parity_dot(indices, x)
+    assert y.dtype == dtype and s.dtype == torch.float32
+    exact = kernels.decode_reference(indices, coefs.double(), 128)
+    assert_as_exact_as_torch(y, exact.to(dtype), exact)  # one rounding, at the end
+    assert_as_exact_as_torch(s, kernels.dot_reference(indices, x.float()), kernels.dot_reference(indices, x.double()))
+
+
+def test_large_dictionary_without_a_table_gives_the_same(use, monkeypatch):
+    torch.manual_seed(0)
+    indices, coefs, x = torch.randint(0, 4096, (70, 9)), torch.randn(70, 9), torch.randn(70, 64)
+    arguments = level(64, 1024, 70, 4, 16)
+    use("cpu")
+    results = []
+    for limit in kernels.TABLE_BYTES, 0:
+        monkeypatch.setattr(kernels, "TABLE_BYTES", limit)
+        results.append((kernels.parity_decode(indices, coefs, 64), kernels.parity_dot(indices, x),
+                        kernels.score_children(*arguments, "gemm")))
+    for with_table, without in zip(*results):
+        torch.testing.assert_close(with_table, without)
+
+
+def test_many_tokens(use):
+    torch.manual_seed(0)
+    indices, coefs = torch.randint(0, 4096, (5001, 24)), torch.randn(5001, 24)
+    use("cpu")
+    y = kernels.parity_decode(indices, coefs, 128, 4096)
+    exact = (coefs.double()[:, :, None] * dense_dictionary(128, 4096)[indices]).sum(1)
+    assert_as_exact_as_torch(y, exact.float(), exact)
+
+
+SCORE_SHAPES = [  # d, m, N, P, D, low
+    (8, 64, 3, 4, 6, 8), (16, 256, 1, 1, 1, 16), (64, 1024, 7, 3, 33, 64), (128, 4096, 5, 8, 64, 128), (128, 4096, 0, 8, 64, 128),
+    (128, 2 ** 14, 9, 16, 40, 2 ** 12), (512, 2 ** 13, 3, 5, 20, 512), (1024, 2 ** 15, 2, 16, 256, 1024), (4096, 2 ** 13, 1, 3, 17, 4096),
+]
+
+
+@pytest.mark.parametrize("path, method", [("cpu", "gemm"), ("cpu", "transform"), ("triton", "gemm")])
+@pytest.mark.parametrize("d, m, N, P, D, low", SCORE_SHAPES)
+def test_scores_equal_reference(use, path, method, d, m, N, P, D, low):
+    x, *rest = arguments = level(d, m, N, P, D, low=low)
+    use(path)
+    z = kernels.score_children(*arguments, method)
+    assert z.shape == (N, P * len(rest[1])) and z.dtype == torch.float32
+    if N:
+        exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+        assert_as_exact_as_torch(z, kernels.score_reference(x, *rest), exact)
+
+
+@pytest.mark.parametrize("path, method", [("cpu", "gemm"), ("cpu", "transform"), ("triton", "gemm")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_half_precision_inputs(use, path, method, dtype):
+    x, *rest = level(64, 1024, 5, 3, 20, dtype=dtype)
+    use(path)
+    z = kernels.score_children(x, *rest, method)
+    exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+    assert_as_exact_as_torch(z, kernels.score_reference(x.float(), *rest), exact)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("d, m, N, P, D, k", [(8, 64, 5, 4, 9, 3), (64, 1024, 6, 5, 33, 20), (128, 4096, 4, 8, 64, 16),
+                                              (128, 2048, 3, 16, 300, 100), (64, 4096, 2, 3, 5, 1)])
+def test_selection_equals_brute_force(use, path, d, m, N, P, D, k):
+    _, parents, generators, *_ = level(d, m, N, P, D, seed=k)
+    children = (parents[:, :, None] ^ generators).flatten(1)
+    torch.manual_seed(k)
+    use(path)
+    for values in (torch.randn(N, m), torch.randint(-3, 4, (N, m)).float(), torch.zeros(N, m), torch.full((N, m), -2.0)):
+        z = values.gather(1, children)  # equal children have equal scores; small integers and constants tie
+        indices, coefs = kernels.select_distinct(z, parents, generators, k)
+        expected = brute_select(z, parents, generators, k)
+        assert torch.equal(indices, expected[0]) and torch.equal(coefs, expected[1])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_selection_with_repeats_everywhere(use, path):
+    """Generators closed under XOR: every child is reached from every parent, and k is all there are."""
+    parents, generators = torch.arange(8).repeat(3, 1), 64 + torch.arange(8)
+    values = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    z = values.gather(1, (parents[:, :, None] ^ generators).flatten(1))
+    use(path)
+    indices, coefs = kernels.select_distinct(z, parents, generators, 8)
+    expected = brute_select(z, parents, generators, 8)
+    assert torch.equal(indices, expected[0]) and torch.equal(coefs, expected[1])
+    indices, coefs = kernels.select_distinct(z, parents, generators, 11)  # more than there are
+    assert torch.equal(indices[:, :8], expected[0]) and torch.equal(coefs[:, 8:], torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize("path, method", [("reference", "gemm"), ("cpu", "gemm"), ("cpu", "transform"), ("triton", "gemm")])
+def test_search_is_score_and_select_in_one(use, path, method):
+    arguments = level(64, 1024, 11, 5, 20)
+    use(path)
+    z = kernels.score_children(*arguments, method)
+    expected = kernels.select_distinct(z, *arguments[1:3], 7)
+    for got, want in zip(kernels.search_children(*arguments, 7, method), expected):
+        assert torch.equal(got, want)
+
+
+def test_prefilter_keeps_the_largest():
+    size = torch.randint(0, 1000, (20, 1024), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    kept = size.gather(1, kernels.prefilter(size, 32)).sort(1, descending=True).values
+    assert torch.equal(kept, size.sort(1, descending=True).values[:, :32])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_gradients_equal_autograd_through_the_dense_dictionary(use, path):
+    torch.manual_seed(0)
+    d, m, N, K = 64, 1024, 5, 9
+    indices = torch.randint(0, m, (N, K))
+    indices[:, :3] %= d
+    coefs, x = torch.randn(N, K, requires_grad=True), torch.randn(N, d, requires_grad=True)
+    g_y, g_s = torch.randn(N, d), torch.randn(N, K)
+    phi = dense_dictionary(d, m, torch.float32)[indices]
+    use(path)
+    got = torch.autograd.grad(kernels.parity_decode(indices, coefs, d, m), coefs, g_y)[0]
+    torch.testing.assert_close(got, torch.autograd.grad((coefs[:, :, None] * phi).sum(1), coefs, g_y)[0])
+    got = torch.autograd.grad(kernels.parity_dot(indices, x, m), x, g_s)[0]
+    torch.testing.assert_close(got, torch.autograd.grad((phi * x[:, None]).sum(2), x, g_s)[0])
+
+
+@pytest.mark.parametrize("path, method", [("reference", "gemm"), ("cpu", "gemm"), ("cpu", "transform"), ("triton", "gemm")])
+def test_gradient_of_scores_equals_autograd_through_the_reference(use, path, method):
+    x, *rest = level(64, 1024, 5, 3, 20)
+    x.requires_grad_()
+    use(path)
+    z = kernels.score_children(x, *rest, method)
+    grad = torch.randn(z.shape)
+    expected = torch.autograd.grad(kernels.score_reference(x, *rest), x, grad)[0]
+    torch.testing.assert_close(torch.autograd.grad(z, x, grad)[0], expected)
+
+
+def test_gradcheck_in_float64(use):
+    torch.manual_seed(0)
+    use("cpu")
+    indices = torch.tensor([[0, 5, 9, 63], [7, 8, 20, 21]])
+    coefs, x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda c: kernels.parity_decode(indices, c, 8), coefs)
+    assert torch.autograd.gradgradcheck(lambda v: kernels.parity_dot(indices, v).square(), x)
+    _, *rest = level(8, 64, 2, 3, 5)
+    for method in "gemm", "transform":
+        assert torch.autograd.gradcheck(lambda v: kernels.score_children(v, *rest, method), x)
+
+
+def test_operators_pass_opcheck():
+    x, parents, generators, mean, rstd, low = level(64, 1024, 4, 3, 20)
+    indices, coefs = torch.randint(0, 1024, (4, 6)), torch.randn(4, 6, requires_grad=True)
+    z = kernels.score_children(x, parents, generators, mean, rstd, low)
+    x.requires_grad_()
+    for operator, arguments in [
+        (kernels.decode_op, (indices, coefs, 64, 1024)),
+        (kernels.dot_op, (indices, x, 1024)),
+        (kernels.score_op, (x, parents, generators, mean, rstd, low, "gemm")),
+        (kernels.score_op, (x, parents, generators, mean, rstd, low, "transform")),
+        (kernels.select_op, (z, parents, generators, 5)),
+        (kernels.search_op, (x.detach(), parents, generators, mean, rstd, low, 5, "transform")),
+        (kernels.attach_op, (torch.randn(4, 6), indices, x, torch.rand(4, 6), 1024)),
+    ]:
+        assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("path, method", [("reference", "gemm"), ("cpu", "gemm"), ("cpu", "transform"), ("triton", "gemm")])
+def test_a_token_that_is_not_finite_does_not_touch_its_neighbours(use, path, method, bad):
+    x, *rest = level(64, 1024, 5, 3, 20)
+    use(path)
+    clean = kernels.search_children(x, *rest, 7, method)
+    x[2, 17] = bad
+    indices, coefs = kernels.search_children(x, *rest, 7, method)
+    others = [0, 1, 3, 4]
+    assert torch.equal(indices[others], clean[0][others]) and torch.equal(coefs[others], clean[1][others])
+    assert not torch.isfinite(coefs[2]).any()
+    assert (indices[2] >= 64).all() and (indices[2] < 1024).all()
+    weights = torch.ones(5, 7)
+    weights[2, 0] = bad
+    y = kernels.parity_decode(clean[0], weights, 64)
+    assert not torch.isfinite(y[2]).any() and torch.isfinite(y[others]).all()
+
+
+@pytest.mark.parametrize("path", ["reference", "cpu"])
+@pytest.mark.parametrize("wrong", [-1, 4096])
+def test_an_index_out_of_range_is_an_error_on_a_cpu(use, path, wrong):
+    use(path)
+    with pytest.raises(IndexError, match="must lie in 0..4095"):
+        kernels.parity_decode(torch.tensor([[wrong]]), torch.ones(1, 1), 64)
+    with pytest.raises(IndexError, match="must lie in 0..4095"):
+        kernels.parity_dot(torch.tensor([[wrong]]), torch.ones(1, 64))
+    x, parents, *rest = level(64, 1024, 5, 3, 20)
+    parents[0, 0] = wrong
+    with pytest.raises(IndexError, match="must lie in 0..63"):
+        kernels.search_children(x, parents, *rest, 4)
+
+
+@pytest.mark.skipif(kernels.triton is None, reason="triton is not installed (Linux only)")
+@pytest.mark.parametrize("wrong", [-1, 1024, 2 ** 30, -2 ** 31])
+def test_an_index_out_of_range_is_nan_for_its_token_in_the_kernels(wrong):
+    """On a GPU nobody looks at the indices before the kernel does."""
+    indices, coefs, x = torch.full((3, 2), 70), torch.ones(3, 2), torch.ones(3, 64)
+    indices[1, 0] = wrong
+    y, s = kernels.decode_triton(indices, coefs, 64, 1024), kernels.dot_triton(indices, x, 1024)
+    assert torch.isnan(y[1]).all() and torch.isfinite(y[[0, 2]]).all()
+    assert torch.isnan(s[1, 0]) and torch.isfinite(s[[0, 2]]).all()
+    x, parents, *rest = level(64, 1024, 3, 3, 20)
+    parents[1, 2] = wrong
+    z = kernels.score_triton(x, parents, *rest).view(3, 3, -1)
+    assert torch.isnan(z[1, 2]).all() and torch.isnan(z).sum() == z.shape[2]
+
+
+def test_wrong_arguments_are_answered():
+    indices, coefs, x = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3), torch.ones(2, 64)
+    arguments = dict(zip(("x", "parents", "generators", "mean", "rstd", "low"), level(64, 1024, 2, 3, 20)))
+    for call, words in [
+        (lambda: kernels.parity_decode(indices, coefs, 60), "power of two from 8 to 32768"),
+        (lambda: kernels.parity_decode(indices.float(), coefs, 64), "indices must be integers"),
+        (lambda: kernels.parity_decode(indices, coefs.int(), 64), "coefs must be float32"),
+        (lambda: kernels.parity_decode(indices[0], coefs, 64), "indices must have shape"),
+        (lambda: kernels.parity_decode(indices, coefs[:, :2], 64), "must have one shape"),
+        (lambda: kernels.parity_dot(indices, x[0]), r"x must have shape \(N, d\)"),
+        (lambda: kernels.score_children(**arguments | {"method": "fft"}), "'gemm' or 'transform'"),
+        (lambda: kernels.score_children(**arguments | {"low": 70}), "multiple of d=64"),
+        (lambda: kernels.score_children(**arguments | {"parents": indices[:1]}), r"parents must have shape \(2, K\)"),
+        (lambda: kernels.select_distinct(x, indices, torch.arange(4), 3), "3 parents x 4 generators"),
+        (lambda: kernels.search_children(**arguments, k=1000), "k=1000 features cannot be selected"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_autocast_does_not_reach_into_the_operations():
+    arguments = level(64, 1024, 5, 3, 20)
+    indices, coefs = torch.randint(0, 4096, (5, 40)), torch.randn(5, 40)
+    for operation in (lambda: kernels.score_children(*arguments, "gemm"), lambda: kernels.score_children(*arguments, "transform"),
+                      lambda: kernels.parity_decode(indices, coefs, 64), lambda: kernels.parity_dot(indices, arguments[0])):
+        expected = operation()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(operation(), expected)
+
+
+@pytest.mark.skipif(kernels.triton is None, reason="triton is not installed (Linux only)")
+def test_kernels_compile_for_real_gpus_without_stack():
+    """`python kernels.py`: real machine code for compute capability 80, 90, 100 and 120, at the paper's shapes."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "kernels.py"], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = [line.split() for line in run.stdout.splitlines() if "_kernel" in line]
+    assert {row[0] for row in rows} == {"decode_kernel", "dot_kernel", "score_kernel", "select_kernel"}
+    assert {target for row in rows for target in row if target.startswith("sm_")} == {"sm_80", "sm_90", "sm_100", "sm_120"}
