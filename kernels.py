@@ -14,6 +14,7 @@ features are low .. low + len(mean) - 1.
 
     python kernels.py        compiles every kernel for real GPUs, without one, and prints what each needs
 """
+import contextlib
 import functools
 import math
 import warnings
@@ -95,15 +96,17 @@ def magnitude(z):
 
 TABLE_BYTES = 2 ** 30  # the largest sign table to keep; above it rows are made from two small ones, more slowly
 
+TABLES = {}    # (d, dtype) -> the largest sign table asked for so far
 
-@functools.lru_cache(maxsize=None)
+
 def sign_table(d, rows, dtype):
     """Rows 0 .. rows-1 of sign_rows, by doubling: h_{i + 2^b} = h_i * h_{2^b} for i < 2^b."""
-    table = torch.empty(rows, d, dtype=dtype)
-    table[0] = 1
-    for b in range(rows.bit_length() - 1):
-        torch.mul(table[: 1 << b], sign_rows(torch.tensor(1 << b), d, dtype), out=table[1 << b : 2 << b])
-    return table
+    if len(TABLES.get((d, dtype), ())) < rows:
+        table = TABLES[d, dtype] = torch.empty(rows, d, dtype=dtype)
+        table[0] = 1
+        for b in range(rows.bit_length() - 1):
+            torch.mul(table[: 1 << b], sign_rows(torch.tensor(1 << b), d, dtype), out=table[1 << b : 2 << b])
+    return TABLES[d, dtype][:rows]
 
 
 @functools.lru_cache(maxsize=None)
@@ -140,7 +143,7 @@ def decode_cpu(indices, coefs, d, m):
         i = indices[:, hashed]
         c = masked(coefs[:, hashed], i >= d) / math.sqrt(d)
         if fits_table(d, m, coefs.dtype):
-            y = F.embedding_bag(i, sign_table(d, m, coefs.dtype), per_sample_weights=c, mode="sum")
+            y = F.embedding_bag(i.int(), sign_table(d, m, coefs.dtype), per_sample_weights=c, mode="sum")
         else:
             for rows in chunks(len(i), i.shape[1] * d):
                 y[rows] = torch.bmm(c[rows, None], cpu_sign_rows(i[rows], d, m, c.dtype))[:, 0]
@@ -270,7 +273,7 @@ if triton:
         """The packed signs of h_i, words w: H[u1] ^ s[u2]. Shapes of i and w broadcast."""
         return tl.load(packed + i % d * W + w) ^ tl.load(packed + (d + i // d) * W + w)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["K", "m"])
     def decode_kernel(indices, coefs, packed, y, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
         """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers."""
         n = tl.program_id(0).to(tl.int64)
@@ -279,10 +282,10 @@ if triton:
         at = b * W + w
         row = tl.zeros([BITS, W], tl.float32)
         for k in range(K):
-            i = tl.load(indices + n * K + k).to(tl.int32)
+            i = tl.load(indices + n * K + k)
             c = tl.load(coefs + n * K + k)
             known = (i >= 0) & (i < m)
-            i = tl.where(known, i, d)
+            i = tl.where(known, i, d).to(tl.int32)
             c = tl.where(known, c, float("nan"))
             if i < d:
                 row += tl.where(at == i, c, 0.0)
@@ -291,7 +294,7 @@ if triton:
                 row += ((c * scale).to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
         tl.store(y + n * d + at, row.to(y.dtype.element_ty), mask=at < d)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["K", "m"])
     def dot_kernel(indices, x, packed, out, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
         """out[n, k] = <phi_{indices[n, k]}, x[n]>: one token a program, x[n] kept in registers."""
         n = tl.program_id(0).to(tl.int64)
@@ -300,9 +303,9 @@ if triton:
         at = b * W + w
         row = tl.load(x + n * d + at, mask=at < d, other=0.0).to(tl.float32)
         for k in range(K):
-            i = tl.load(indices + n * K + k).to(tl.int32)
+            i = tl.load(indices + n * K + k)
             known = (i >= 0) & (i < m)
-            i = tl.where(known, i, d)
+            i = tl.where(known, i, d).to(tl.int32)
             if i < d:
                 s = tl.load(x + n * d + i).to(tl.float32)
             else:
@@ -321,7 +324,7 @@ if triton:
         score = tl.where(known[:, None], (score - mean) * rstd, float("nan"))
         tl.store(z + r[:, None] * D + j[None, :], score, mask=(r[:, None] < rows) & (j[None, :] < D))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows", "low"])
     def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, scale,
                      P: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
                      BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
@@ -333,9 +336,9 @@ if triton:
         r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
         j = tl.program_id(1) * BN + tl.arange(0, BN)
         w = tl.arange(0, W)
-        i = tl.load(parents + r, mask=r < rows, other=0).to(tl.int32)
+        i = tl.load(parents + r, mask=r < rows, other=0)
         known = (r < rows) & (i >= 0) & (i < low)
-        i = tl.where(known, i, 0)
+        i = tl.where(known, i, 0).to(tl.int32)
         words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
         x += (r // P)[:, None] * d
         total = tl.zeros([BM, BN], tl.float32)
@@ -375,7 +378,7 @@ if triton:
     def key_value(key):
         return ((key >> 32) | ((key & 1) << 31)).to(tl.int32).to(tl.float32, bitcast=True)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["k", "keep"])
     def select_kernel(z, parents, generators, indices, coefs, scratch, k, keep,
                       P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
         """The k distinct candidates of a token with the largest |z|, largest first, ties to the lower index.
@@ -489,8 +492,10 @@ def select_launch(z, parents, generators, indices, coefs):
 
 def run(launch):
     kernel, grid, arguments = launch
+    device = arguments["packed" if "packed" in arguments else "scratch"].device
     if 0 not in grid:
-        kernel[grid](**arguments)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            kernel[grid](**arguments)
 
 
 def decode_triton(indices, coefs, d, m):

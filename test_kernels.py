@@ -300,7 +300,7 @@ def test_an_index_out_of_range_is_an_error_on_a_cpu(use, path, wrong):
 
 
 @pytest.mark.skipif(kernels.triton is None, reason="triton is not installed (Linux only)")
-@pytest.mark.parametrize("wrong", [-1, 1024, 2 ** 30, -2 ** 31])
+@pytest.mark.parametrize("wrong", [-1, 1024, 2 ** 30, 2 ** 32 + 5, -2 ** 31])
 def test_an_index_out_of_range_is_nan_for_its_token_in_the_kernels(wrong):
     """On a GPU nobody looks at the indices before the kernel does."""
     indices, coefs, x = torch.full((3, 2), 70), torch.ones(3, 2), torch.ones(3, 64)
