@@ -191,7 +191,7 @@ class DeepParityBottleneck(nn.Module):
         x, parents = x[rows], parents[rows]
         z = score_children(x, parents, generators, mean, rstd, low, self.method)  # (R, P*D)
         children = (parents[:, :, None] ^ generators).flatten(1) - low
-        for part in chunks(len(rows), len(mean), 2 ** 24):
+        for part in chunks(len(rows), len(mean), 2 ** 19 if x.device.type == "cpu" else 2 ** 24):
             seen = z.new_zeros(len(rows[part]), len(mean)).scatter_(1, children[part], 1.0)
             dense = torch.zeros_like(seen).scatter_(1, children[part], z[part])
             self.collect(number, seen.sum(0), dense.sum(0), (dense * dense).sum(0))

@@ -72,19 +72,14 @@ def score_reference(x, parents, generators, mean, rstd, low):
 
 def select_reference(z, parents, generators, k):
     """Sort by index, drop repeats, then sort by |z|: both sorts stable, so ties go to the lower index."""
-    children = (parents[:, :, None] ^ generators).flatten(1)
-    return select_listed(z, children, magnitude(z), k)[:2]
-
-
-def select_listed(z, children, size, k):
-    """select_reference for candidates given one by one; also the sizes of the k selected, -1 for a missing one."""
+    children, size = (parents[:, :, None] ^ generators).flatten(1), magnitude(z)
     order = size.argsort(dim=1, descending=True, stable=True)
     order = order.gather(1, children.gather(1, order).argsort(dim=1, stable=True))
     children, size = children.gather(1, order), size.gather(1, order)  # by index, the largest copy first
     size[:, 1:].masked_fill_(children[:, 1:] == children[:, :-1], -1)
     best = size.argsort(dim=1, descending=True, stable=True)[:, :k]
     order, children, size = order.gather(1, best), children.gather(1, best), size.gather(1, best)
-    return children, z.gather(1, order).masked_fill(size < 0, 0), size
+    return children, z.gather(1, order).masked_fill(size < 0, 0)
 
 
 def magnitude(z):
@@ -205,9 +200,13 @@ def score_transform(x, parents, generators, mean, rstd, low):
     left, right = hadamard[::b, ::b].contiguous(), hadamard[:b, :b] / math.sqrt(d)
     patterns = pattern_table(d, x.dtype)[low // d : (low + len(mean)) // d]  # (U, d)
     z = x.new_empty(N, parents.shape[1] * len(generators))
-    for rows in chunks(N, len(mean)):
-        signed = (x[rows, None] * patterns).view(-1, d // b, b)
-        scores = (left @ (signed @ right)).view(-1, len(mean))  # (chunk, 2^n - low), the level in order
+    parts = chunks(N, len(mean))
+    one, two = x.new_empty(2, parts[0].stop if N else 0, len(mean))  # all chunks share these: fresh memory is slow
+    for rows in parts:
+        scores, half = one[: rows.stop - rows.start], two[: rows.stop - rows.start]  # (chunk, 2^n - low), the level in order
+        torch.mul(x[rows, None], patterns, out=scores.view(-1, *patterns.shape))
+        torch.mm(scores.view(-1, b), right, out=half.view(-1, b))
+        torch.matmul(left, half.view(-1, d // b, b), out=scores.view(-1, d // b, b))
         children = (parents[rows, :, None] ^ generators).flatten(1).sub_(low)
         torch.gather(scores.sub_(mean).mul_(rstd), 1, children, out=z[rows])
     return z
@@ -220,27 +219,42 @@ def scoring_method(device, d, parents, generators, features):
 
 
 def select_cpu(z, parents, generators, k):
-    """The reference on a prefiltered set; and on all candidates of those tokens where the set may lack a tie."""
-    size = magnitude(z)
-    keep = min(z.shape[1], k + max(16, k // 4))
-    best = prefilter(size, keep)  # (N, keep)
-    children = parents.gather(1, best // len(generators)) ^ generators[best % len(generators)]
-    kept = size.gather(1, best)
-    indices, coefs, chosen = select_listed(z.gather(1, best), children, kept, k)
-    unsure = chosen[:, -1] <= kept.amin(1)
+    """The reference on a prefiltered set; and on all candidates of those tokens where the set may lack something.
+
+    |z|, index and sign of a candidate fit into one integer, so that sorting needs nothing else.
+    """
+    if z.dtype == torch.float64:
+        return select_reference(z, parents, generators, k)
+    D, keep = len(generators), min(z.shape[1], k + max(16, k // 4))
+    best = prefilter(z, keep)  # (N, keep)
+    children, values = parents.gather(1, best // D) ^ generators[best % D], z.gather(1, best)
+    size, sign = magnitude(values).long(), torch.signbit(values).long()
+    least = size.amin(1)
+    if parents.shape[1] > 1:  # drop repeats: sort by index, the largest copy first
+        key = (children << 32 | TOP - size << 1 | sign).sort(1).values
+        children, size, sign = key >> 32, TOP - (key >> 1 & TOP), key & 1
+        size[:, 1:].masked_fill_(children[:, 1:] == children[:, :-1], -1)
+    key = (size << 32 | TOP - children << 1 | sign).sort(1, descending=True).values[:, :k]
+    indices, size, sign = TOP - (key >> 1 & TOP), key >> 32, key & 1
+    coefs = (size | sign << 31).int().view(torch.float32).masked_fill_(size < 0, 0)
+    unsure = size[:, -1] <= least  # fewer than k distinct, or an equal may have been left out
     if keep < z.shape[1] and unsure.any():
         indices[unsure], coefs[unsure] = select_reference(z[unsure], parents[unsure], generators, k)
     return indices, coefs
 
 
-def prefilter(size, keep, group=8):
-    """Positions of the `keep` largest in each row, in any order. They lie in the `keep` groups of largest maximum."""
-    N, C = size.shape
+TOP = 2 ** 31 - 1
+
+
+def prefilter(z, keep, group=8):
+    """Positions of the `keep` largest |z| in each row, in any order. They lie in the `keep` groups of largest maximum."""
+    N, C = z.shape
     if C % group or C < 2 * group * keep:
-        return size.topk(keep, sorted=False).indices
-    groups = size.view(N, group, C // group).amax(1).topk(keep, sorted=False).indices  # (N, keep)
+        return z.abs().topk(keep, sorted=False).indices
+    dealt = z.view(N, group, C // group)
+    groups = torch.maximum(dealt.amax(1), -dealt.amin(1)).topk(keep, sorted=False).indices  # (N, keep)
     members = (groups[:, None] + torch.arange(0, C, C // group)[:, None]).flatten(1)  # (N, group*keep)
-    return members.gather(1, size.gather(1, members).topk(keep, sorted=False).indices)
+    return members.gather(1, z.gather(1, members).abs().topk(keep, sorted=False).indices)
 
 
 # Triton kernels. Signs travel packed: bit b of word w belongs to coordinate b*W + w, so that a tile of W
@@ -628,7 +642,7 @@ def search_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, 
     check_range(parents, low)
     indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
     coefs = torch.empty(len(x), k, dtype=wide(x[:0]).dtype, device=x.device)
-    most = 2 ** 22 if x.device.type == "cpu" else 2 ** 26  # scores held at a time: 16 MB, or 256 MB on a GPU
+    most = 2 ** 20 if x.device.type == "cpu" else 2 ** 26  # scores held at a time: 4 MB, or 256 MB on a GPU
     for rows in chunks(len(x), parents.shape[1] * len(generators), most):
         z = score(x[rows], parents[rows], generators, mean, rstd, low, method)
         indices[rows], coefs[rows] = select(z, parents[rows], generators, k)
