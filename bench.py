@@ -82,20 +82,15 @@ def bench_dpb(d, levels, tokens, repeats):
     runs["  decode (also the backward of the scores)"] = lambda: kernels.parity_decode(indices, coefs, d, layer.m)
     runs["  dot (the backward of decode)"] = lambda: kernels.parity_dot(indices, flat, layer.m)
 
+    chosen = [kernels.scoring_method(device, d, layer.active[n - 1], layer.fan_out[n - 1], layer.lows[n + 1] - layer.lows[n])
+              for n in range(1, levels)]
     print(f"d={d}, levels {shape['bits']} / {shape['active']} / {shape['children']}, {tokens} tokens, {device}, "
-          f"{torch.get_num_threads()} threads, {str(dtype)[6:]}; auto is {method_names(layer)}")
+          f"{torch.get_num_threads()} threads, {str(dtype)[6:]}; auto is {', '.join(chosen)}")
     print(f"{'':44} {'median ms':>10} {'least':>8} {'most':>8} {'of dense':>9}")
     results = interleaved(runs, repeats)
     dense = results["dense block, forward + backward"][0]
     for name, (median, least, most) in results.items():
         print(f"{name:44} {median * 1e3:10.1f} {least * 1e3:8.1f} {most * 1e3:8.1f} {median / dense:9.3f}")
-
-
-def method_names(layer):
-    """The scoring methods that "auto" chooses, level by level."""
-    return ", ".join(
-        kernels.scoring_method(layer.mean.device, layer.d, layer.active[n - 1], layer.fan_out[n - 1], layer.lows[n + 1] - layer.lows[n])
-        for n in range(1, len(layer.active)))
 
 
 def main():

@@ -90,7 +90,7 @@ class DeepParityBottleneck(nn.Module):
     seed: of the generators. Give each layer its own.
     standardise: False leaves mean 0 and std 1, so that plain scores are compared (an ablation: features die).
     decay, floor: of the running moments, and the least variance.
-    samples: tokens per optimiser step from which the moments of levels >= 1 are taken.
+    samples: least number of tokens per optimiser step from which the moments of levels >= 1 are taken (below twice as many).
     method: "gemm", "transform" or "auto": how children are scored. The result is the same.
     """
 
@@ -105,6 +105,8 @@ class DeepParityBottleneck(nn.Module):
             raise ValueError(f"bits={bits} must start with log2 d = {t} for d={d}: level 0 is the standard basis")
         if any(a >= b for a, b in zip(bits, bits[1:])) or bits[-1] > 2 * t:
             raise ValueError(f"bits={bits} must rise from level to level to at most 2 log2 d = {2 * t} for d={d}")
+        if not 1 <= active[0] <= d:
+            raise ValueError(f"active[0]={active[0]} must lie in 1..{d}: level 0 has d features")
         if not 0 <= decay < 1 or floor <= 0 or samples < 1:
             raise ValueError(f"decay={decay} must lie in [0, 1), floor={floor} above 0 and samples={samples} above 0")
         self.d, self.m, self.active, self.fan_out = d, 2 ** bits[-1], active, children
@@ -114,10 +116,7 @@ class DeepParityBottleneck(nn.Module):
 
         self.register_buffer("mean", torch.zeros(self.m))
         self.register_buffer("var", torch.ones(self.m))
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("generators_0", torch.arange(d), persistent=False)  # level 0: the children of parent 0
-        if not 1 <= active[0] <= d:
-            raise ValueError(f"active[0]={active[0]} must lie in 1..{d}: level 0 has d features")
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))  # of the moments: says which tokens are sampled
         for level in range(1, len(bits)):
             words = draw_generators(bits[level - 1], bits[level], children[level - 1], [seed, level], self.lows[level - 1])
             lost = unreachable(words, bits[level - 1], bits[level], self.lows[level - 1])
@@ -131,7 +130,7 @@ class DeepParityBottleneck(nn.Module):
             if not 1 <= active[level] <= least:
                 raise ValueError(f"active[{level}]={active[level]} must lie in 1..{least}: {active[level - 1]} parents with "
                                  f"{children[level - 1]} children each are sure to have no more distinct ones")
-            self.register_buffer(f"generators_{level}", torch.from_numpy(words))
+            self.register_buffer(f"generators_{level}", torch.tensor(words.tolist()))
         # Sums of this step, by feature: tokens on which it was a candidate, z, z squared.
         self.register_buffer("sums", torch.zeros(3, self.m), persistent=False)
 
@@ -139,9 +138,13 @@ class DeepParityBottleneck(nn.Module):
         return f"d={self.d}, m={self.m}, active={self.active}, children={self.fan_out}"
 
     def level(self, number):
-        """Everything about one level: generators, mean and 1/std of its features, index of its first feature."""
+        """Everything about one level: generators, mean and 1/std of its features, index of its first feature.
+
+        Level 0 is as if all its features were the children of feature 0.
+        """
         own = slice(self.lows[number], self.lows[number + 1])
-        return self.get_buffer(f"generators_{number}"), self.mean[own], self.var[own].rsqrt(), own.start
+        generators = self.get_buffer(f"generators_{number}") if number else torch.arange(self.d, device=self.mean.device)
+        return generators, self.mean[own], self.var[own].rsqrt(), own.start
 
     def encode(self, x):
         """x (..., d) -> Code. The gradient flows from the coefficients to x, never through the choice of features."""
@@ -154,7 +157,7 @@ class DeepParityBottleneck(nn.Module):
         root = torch.zeros(len(z), 1, dtype=torch.int64, device=z.device)
         found = [select_distinct(z, root, generators, self.active[0])]
         if self.training and self.standardise:
-            self.collect(0, z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0))
+            self.collect(z)
         for number in range(1, len(self.active)):
             parents = found[-1][0]  # (N, K_{l-1})
             found.append(search_children(fixed, parents, *self.level(number), self.active[number], self.method))
@@ -162,7 +165,8 @@ class DeepParityBottleneck(nn.Module):
                 self.collect_children(number, fixed, parents)
         indices, z = (torch.cat(parts, dim=1) for parts in zip(*found))  # (N, K)
         coefs = attach_scores(z, indices, flat, self.var.rsqrt()[indices], self.m)
-        return Code(indices.view(*x.shape[:-1], -1), coefs.view(*x.shape[:-1], -1))
+        shape = *x.shape[:-1], sum(self.active)
+        return Code(indices.view(shape), coefs.view(shape))
 
     def decode(self, code, like=None):
         """sum of coefficient times dictionary row, (..., d); with `like`, an input x, scaled to its norm and type."""
@@ -175,12 +179,13 @@ class DeepParityBottleneck(nn.Module):
         return self.decode(self.encode(x), like=x)
 
     @torch.no_grad()
-    def collect(self, number, count, total, squares):
-        self.sums[:, self.lows[number] : self.lows[number + 1]] += torch.stack([count, total, squares])
+    def collect(self, z):
+        """Sums of level 0, from all tokens."""
+        self.sums[:, : self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)])
 
     @torch.no_grad()
     def collect_children(self, number, x, parents):
-        """Sums of a level from evenly spaced tokens; a child reached from two parents of a token counts once.
+        """Sums of a level >= 1, from evenly spaced tokens.
 
         The spacing is a power of two, so that it divides the batch alike however it is cut into passes, and the offset
         moves with every update.
@@ -188,13 +193,30 @@ class DeepParityBottleneck(nn.Module):
         generators, mean, rstd, low = self.level(number)
         spacing = 1 << max(1, min(len(x), len(x) * self.passes // self.samples)).bit_length() - 1
         rows = self.updates * 0x9E3779B1 % spacing + torch.arange(0, len(x) // spacing * spacing, spacing, device=x.device)
-        x, parents = x[rows], parents[rows]
-        z = score_children(x, parents, generators, mean, rstd, low, self.method)  # (R, P*D)
-        children = (parents[:, :, None] ^ generators).flatten(1) - low
-        for part in chunks(len(rows), len(mean), 2 ** 19 if x.device.type == "cpu" else 2 ** 24):
-            seen = z.new_zeros(len(rows[part]), len(mean)).scatter_(1, children[part], 1.0)
-            dense = torch.zeros_like(seen).scatter_(1, children[part], z[part])
-            self.collect(number, seen.sum(0), dense.sum(0), (dense * dense).sum(0))
+        for part in chunks(len(rows), len(mean), 2 ** 26):
+            some, theirs = x[rows[part]], parents[rows[part]]
+            z = score_children(some, theirs, generators, mean, rstd, low, self.method)  # (R, P*D)
+            children = (theirs[:, :, None] ^ generators).flatten(1)
+            # A child reached from two parents of a token counts once: the copy whose place ends up in `owner`. That is
+            # written before it is read wherever it is read, so its size costs nothing.
+            place = torch.arange(z.shape[1], dtype=torch.int32, device=x.device).expand(z.shape)
+            owner = torch.empty(len(z), len(mean), dtype=torch.int32, device=x.device).scatter_(1, children - low, place)
+            once = (owner.gather(1, children - low) == place).to(z.dtype)
+            values = torch.stack([once, torch.where(once > 0, z, 0), torch.where(once > 0, z * z, 0)])
+            self.sums.index_add_(1, children.flatten(), values.view(3, -1).to(self.sums.dtype))
+
+    def _apply(self, fn, recurse=True):
+        """Moments stay in float32 where the rest of a model is made bfloat16 or float16."""
+        before = {name: getattr(self, name) for name in ("mean", "var", "sums")}
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            if getattr(self, name).dtype in (torch.bfloat16, torch.float16):
+                setattr(self, name, tensor.to(getattr(self, name).device))
+        return self
+
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
+        self.sums.zero_()  # a checkpoint is the end of a step
 
 
 def rescale(y, x):
@@ -215,8 +237,9 @@ def norm(x):
 def update_moments(model):
     """Once per optimiser step: move the running moments of every bottleneck in `model` toward those of the step's tokens.
 
-    The sums of all layers and ranks are added in one all-reduce. A feature that was not seen, or only with scores that are
-    not finite, stays.
+    The sums of all layers and ranks are added in one all-reduce; they are each rank's own until then, so build
+    DistributedDataParallel with broadcast_buffers=False. A feature that was not seen stays, and so does one with a
+    score that was not finite.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, DeepParityBottleneck) and layer.standardise]
     if not layers:

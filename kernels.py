@@ -1,4 +1,4 @@
-"""The four operations of the bottleneck, each as a plain torch reference, a fast CPU path and a Triton kernel.
+"""The four operations of the bottleneck, each as a plain torch reference, a fast path for CPUs and a Triton kernel.
 
     parity_decode(indices, coefs, d)      y[n]    = sum_k coefs[n, k] phi_{indices[n, k]}        (N, K) -> (N, d)
     parity_dot(indices, x)                s[n, k] = <phi_{indices[n, k]}, x[n]>                  (N, d) -> (N, K)
@@ -31,7 +31,7 @@ try:  # Linux only; everything but the kernels themselves works without it
 except ImportError:
     triton = None
 
-BACKEND = None  # None picks by device; "reference", "cpu" or "triton" forces one path (tests and benchmarks do)
+BACKEND = None  # None picks by device; "reference", "torch" or "triton" forces one path (tests do)
 
 
 # References
@@ -51,18 +51,16 @@ def sign_rows(indices, d, dtype=torch.float32):
     return (1 - 2 * (bits & 1)).to(dtype)
 
 
-def dictionary_rows(indices, d, dtype=torch.float32):
-    """phi_i for every index: (...) -> (..., d)."""
-    basis = F.one_hot(indices.long().clamp(max=d - 1), d).to(dtype)
-    return torch.where(indices[..., None] < d, basis, sign_rows(indices, d, dtype) / math.sqrt(d))
-
-
 def decode_reference(indices, coefs, d):
-    return torch.einsum("nkd,nk->nd", dictionary_rows(indices, d, coefs.dtype), coefs)
+    h = sign_rows(indices, d, coefs.dtype) / math.sqrt(d)  # (N, K, d)
+    y = torch.einsum("nkd,nk->nd", h, coefs.masked_fill(indices < d, 0))
+    return y.scatter_add(1, indices.clamp(max=d - 1), coefs.masked_fill(indices >= d, 0))
 
 
 def dot_reference(indices, x):
-    return torch.einsum("nkd,nd->nk", dictionary_rows(indices, x.shape[1], x.dtype), x)
+    d = x.shape[1]
+    h = sign_rows(indices, d, x.dtype) / math.sqrt(d)  # (N, K, d)
+    return torch.where(indices < d, x.gather(1, indices.clamp(max=d - 1)), torch.einsum("nkd,nd->nk", h, x))
 
 
 def score_reference(x, parents, generators, mean, rstd, low):
@@ -83,42 +81,48 @@ def select_reference(z, parents, generators, k):
 
 
 def magnitude(z):
-    """|z| as an integer of the same order. NaN is above infinity, so that a token with NaN shows it."""
-    return z.abs().view(torch.int64 if z.dtype == torch.float64 else torch.int32)
+    """|z| as an integer of the same order. Every NaN is the same and above infinity, so that a token with NaN shows it."""
+    if z.dtype == torch.float64:
+        return z.abs().view(torch.int64).clamp(max=0x7FF8 << 48)
+    return z.abs().view(torch.int32).clamp(max=0x7FC00000)
 
 
-# Fast CPU paths. All of them use one table of sign rows, a cache shared by all layers of all models.
+# Fast paths in plain torch, for CPUs. They use one table of sign rows, a cache shared by all layers of all models.
 
 TABLE_BYTES = 2 ** 30  # the largest sign table to keep; above it rows are made from two small ones, more slowly
+TABLES = {}            # (d, dtype, device) -> the largest sign table asked for so far
+CHUNK = 2 ** 19        # elements of a piece of work that stays in a processor's cache
+TOP = 2 ** 31 - 1
 
-TABLES = {}    # (d, dtype) -> the largest sign table asked for so far
 
-
-def sign_table(d, rows, dtype):
+def sign_table(d, rows, dtype, device):
     """Rows 0 .. rows-1 of sign_rows, by doubling: h_{i + 2^b} = h_i * h_{2^b} for i < 2^b."""
-    if len(TABLES.get((d, dtype), ())) < rows:
-        table = TABLES[d, dtype] = torch.empty(rows, d, dtype=dtype)
+    table = TABLES.get((d, dtype, device))
+    if table is None or len(table) < rows:
+        table = torch.empty(rows, d, dtype=dtype, device=device)
         table[0] = 1
         for b in range(rows.bit_length() - 1):
-            torch.mul(table[: 1 << b], sign_rows(torch.tensor(1 << b), d, dtype), out=table[1 << b : 2 << b])
-    return TABLES[d, dtype][:rows]
+            torch.mul(table[: 1 << b], sign_rows(torch.tensor(1 << b, device=device), d, dtype), out=table[1 << b : 2 << b])
+        TABLES[d, dtype, device] = table
+    return table[:rows]
 
 
 @functools.lru_cache(maxsize=None)
-def pattern_table(d, dtype):
+def pattern_table(d, dtype, device):
     """The d sign patterns s[u2] = sign_rows(u2 << t): h_i = H[u1] * s[u2] for i = u1 + (u2 << t)."""
-    return sign_rows(torch.arange(d) * d, d, dtype)
-
-
-def cpu_sign_rows(indices, d, m, dtype):
-    """sign_rows from tables."""
-    if fits_table(d, m, dtype):
-        return F.embedding(indices, sign_table(d, m, dtype))
-    return F.embedding(indices % d, sign_table(d, d, dtype)) * F.embedding(indices // d, pattern_table(d, dtype))
+    return sign_rows(torch.arange(d, device=device) * d, d, dtype)
 
 
 def fits_table(d, m, dtype):
     return m * d * dtype.itemsize <= TABLE_BYTES
+
+
+def table_rows(indices, d, m, dtype):
+    """sign_rows from tables."""
+    kind = dtype, indices.device
+    if fits_table(d, m, dtype):
+        return F.embedding(indices, sign_table(d, m, *kind))
+    return F.embedding(indices % d, sign_table(d, d, *kind)) * F.embedding(indices // d, pattern_table(d, *kind))
 
 
 def split_basis(indices, d):
@@ -131,38 +135,38 @@ def masked(values, keep):
     return values if keep.all() else values.masked_fill(~keep, 0)
 
 
-def decode_cpu(indices, coefs, d, m):
+def decode_torch(indices, coefs, d, m):
     basis, hashed = split_basis(indices, d)
     y = coefs.new_zeros(len(indices), d)
     if len(hashed):
         i = indices[:, hashed]
         c = masked(coefs[:, hashed], i >= d) / math.sqrt(d)
         if fits_table(d, m, coefs.dtype):
-            y = F.embedding_bag(i.int(), sign_table(d, m, coefs.dtype), per_sample_weights=c, mode="sum")
+            y = F.embedding_bag(i.int(), sign_table(d, m, coefs.dtype, coefs.device), per_sample_weights=c, mode="sum")
         else:
             for rows in chunks(len(i), i.shape[1] * d):
-                y[rows] = torch.bmm(c[rows, None], cpu_sign_rows(i[rows], d, m, c.dtype))[:, 0]
+                y[rows] = torch.bmm(c[rows, None], table_rows(i[rows], d, m, c.dtype))[:, 0]
     if len(basis):
         i = indices[:, basis]
         y.scatter_add_(1, i.clamp(max=d - 1), masked(coefs[:, basis], i < d))
     return y
 
 
-def dot_cpu(indices, x, m):
+def dot_torch(indices, x, m):
     N, d = x.shape
     basis, hashed = split_basis(indices, d)
     out = x.new_empty(indices.shape)
     if len(hashed):
         i = indices[:, hashed]
         if fits_table(d, m, x.dtype):
-            bags = torch.arange(N)
+            bags = torch.arange(N, device=x.device)
             s = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-                x.contiguous(), sign_table(d, m, x.dtype), i.flatten(), bags * i.shape[1],
+                x.contiguous(), sign_table(d, m, x.dtype, x.device), i.flatten(), bags * i.shape[1],
                 bags.repeat_interleave(i.shape[1]), 0).view(i.shape)
         else:
             s = x.new_empty(i.shape)
             for rows in chunks(N, i.shape[1] * d):
-                s[rows] = torch.bmm(cpu_sign_rows(i[rows], d, m, x.dtype), x[rows, :, None])[..., 0]
+                s[rows] = torch.bmm(table_rows(i[rows], d, m, x.dtype), x[rows, :, None])[..., 0]
         out[:, hashed] = s / math.sqrt(d)
     if len(basis):
         i = indices[:, basis]
@@ -171,9 +175,9 @@ def dot_cpu(indices, x, m):
     return out
 
 
-def chunks(N, elements, most=2 ** 19):
-    """Slices of the tokens 0..N-1 of at most so many elements altogether: by default what stays in a CPU's cache."""
-    size = max(1, most // elements)
+def chunks(N, elements, most=None):
+    """Slices of the tokens 0..N-1, each of at most `most` elements altogether: CHUNK by default."""
+    size = max(1, (most or CHUNK) // elements)
     return [slice(start, min(start + size, N)) for start in range(0, N, size)]
 
 
@@ -183,7 +187,7 @@ def score_gemm(x, parents, generators, mean, rstd, low):
     gamma = sign_rows(generators, d, x.dtype) / math.sqrt(d)  # (D, d)
     z = x.new_empty(N, parents.shape[1], len(generators))
     for rows in chunks(N, parents.shape[1] * d):
-        hx = cpu_sign_rows(parents[rows], d, low, x.dtype).mul_(x[rows, None])  # (chunk, P, d)
+        hx = table_rows(parents[rows], d, low, x.dtype).mul_(x[rows, None])  # (chunk, P, d)
         children = (parents[rows, :, None] ^ generators) - low
         z[rows] = (hx @ gamma.t()).sub_(mean[children]).mul_(rstd[children])
     return z.flatten(1)
@@ -196,9 +200,9 @@ def score_transform(x, parents, generators, mean, rstd, low):
     """
     N, d = x.shape
     b = 2 ** (log2_width(d) // 2)
-    hadamard = sign_table(d, d, x.dtype)
+    hadamard = sign_table(d, d, x.dtype, x.device)
     left, right = hadamard[::b, ::b].contiguous(), hadamard[:b, :b] / math.sqrt(d)
-    patterns = pattern_table(d, x.dtype)[low // d : (low + len(mean)) // d]  # (U, d)
+    patterns = pattern_table(d, x.dtype, x.device)[low // d : (low + len(mean)) // d]  # (U, d)
     z = x.new_empty(N, parents.shape[1] * len(generators))
     parts = chunks(N, len(mean))
     one, two = x.new_empty(2, parts[0].stop if N else 0, len(mean))  # all chunks share these: fresh memory is slow
@@ -218,7 +222,7 @@ def scoring_method(device, d, parents, generators, features):
     return "transform" if torch.device(device).type == "cpu" and transform < parents * generators * d else "gemm"
 
 
-def select_cpu(z, parents, generators, k):
+def select_torch(z, parents, generators, k):
     """The reference on a prefiltered set; and on all candidates of those tokens where the set may lack something.
 
     |z|, index and sign of a candidate fit into one integer, so that sorting needs nothing else.
@@ -243,9 +247,6 @@ def select_cpu(z, parents, generators, k):
     return indices, coefs
 
 
-TOP = 2 ** 31 - 1
-
-
 def prefilter(z, keep, group=8):
     """Positions of the `keep` largest |z| in each row, in any order. They lie in the `keep` groups of largest maximum."""
     N, C = z.shape
@@ -253,7 +254,7 @@ def prefilter(z, keep, group=8):
         return z.abs().topk(keep, sorted=False).indices
     dealt = z.view(N, group, C // group)
     groups = torch.maximum(dealt.amax(1), -dealt.amin(1)).topk(keep, sorted=False).indices  # (N, keep)
-    members = (groups[:, None] + torch.arange(0, C, C // group)[:, None]).flatten(1)  # (N, group*keep)
+    members = (groups[:, None] + torch.arange(0, C, C // group, device=z.device)[:, None]).flatten(1)  # (N, group*keep)
     return members.gather(1, z.gather(1, members).abs().topk(keep, sorted=False).indices)
 
 
@@ -289,7 +290,10 @@ if triton:
 
     @triton.jit(do_not_specialize=["K", "m"])
     def decode_kernel(indices, coefs, packed, y, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
-        """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers."""
+        """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers.
+
+        Sign vectors first, basis vectors last: a small term added to a large one would lose its last bits.
+        """
         n = tl.program_id(0).to(tl.int64)
         b = tl.arange(0, BITS)[:, None]
         w = tl.arange(0, W)[None, :]
@@ -301,11 +305,14 @@ if triton:
             known = (i >= 0) & (i < m)
             i = tl.where(known, i, d).to(tl.int32)
             c = tl.where(known, c, float("nan"))
-            if i < d:
-                row += tl.where(at == i, c, 0.0)
-            else:
+            if i >= d:
                 sign = (sign_words(packed, i, w, d, W) << (31 - b)) & -2147483648
-                row += ((c * scale).to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+                row += (c.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        row *= scale
+        for k in range(K):
+            i = tl.load(indices + n * K + k)
+            if (i >= 0) & (i < d):
+                row += tl.where(at == i, tl.load(coefs + n * K + k), 0.0)
         tl.store(y + n * d + at, row.to(y.dtype.element_ty), mask=at < d)
 
     @triton.jit(do_not_specialize=["K", "m"])
@@ -328,18 +335,22 @@ if triton:
             tl.store(out + n * K + k, tl.where(known, s, float("nan")))
 
     @triton.jit
-    def standardise(score, i, known, r, rows, j, generators, moments, z, low, D: tl.constexpr):
-        """Store (score - mean) * rstd of the children i ^ g_j. mean and rstd lie side by side: one load for both."""
+    def standardise(score, i, known, r, rows, j, generators, moments, z, low, high, D: tl.constexpr):
+        """Store (score - mean) * rstd of the children i ^ g_j. mean and rstd lie side by side: one load for both.
+
+        A child outside of low .. high - 1, of a wrong parent or generator, gets NaN.
+        """
         g = tl.load(generators + j, mask=j < D, other=0).to(tl.int32)
-        child = (i[:, None] ^ g[None, :]) - low
-        pair = tl.load(moments + child, mask=known[:, None] & (j[None, :] < D), other=0)
+        child = i[:, None] ^ g[None, :]
+        known = known[:, None] & (child >= low) & (child < high)
+        pair = tl.load(moments + (child - low), mask=known, other=0)
         mean = pair.to(tl.int32).to(tl.float32, bitcast=True)
         rstd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        score = tl.where(known[:, None], (score - mean) * rstd, float("nan"))
+        score = tl.where(known, (score - mean) * rstd, float("nan"))
         tl.store(z + r[:, None] * D + j[None, :], score, mask=(r[:, None] < rows) & (j[None, :] < D))
 
-    @triton.jit(do_not_specialize=["rows", "low"])
-    def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, scale,
+    @triton.jit(do_not_specialize=["rows", "low", "high"])
+    def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, high, scale,
                      P: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
                      BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
         """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
@@ -372,17 +383,22 @@ if triton:
         # By halves: the loads of one are done before those of the next take registers.
         left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
         j = tl.program_id(1) * BN + tl.arange(0, BN // 2)
-        standardise(left * scale, i, known, r, rows, j, generators, moments, z, low, D)
-        standardise(right * scale, i, known, r, rows, j + BN // 2, generators, moments, z, low, D)
+        standardise(left * scale, i, known, r, rows, j, generators, moments, z, low, high, D)
+        standardise(right * scale, i, known, r, rows, j + BN // 2, generators, moments, z, low, high, D)
+
+    @triton.jit
+    def magnitude_bits(z):
+        """|z| as an integer of the same order, every NaN alike and largest."""
+        return tl.minimum(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FC00000)
 
     @triton.jit
     def sort_keys(z, parents, generators, c, live, D: tl.constexpr):
         """(|z|, lower index first, sign) of candidates c in one sortable integer: -1 where not live."""
-        bits = tl.load(z + c, mask=live, other=0.0).to(tl.int32, bitcast=True)
+        value = tl.load(z + c, mask=live, other=0.0)
         i = tl.load(parents + c // D, mask=live, other=0).to(tl.int32)
         i ^= tl.load(generators + c % D, mask=live, other=0).to(tl.int32)
-        key = ((bits & 0x7FFFFFFF).to(tl.int64) << 32) | ((0x7FFFFFFF - i).to(tl.int64) << 1)
-        return tl.where(live, key | ((bits >> 31) & 1), -1)
+        key = (magnitude_bits(value).to(tl.int64) << 32) | ((0x7FFFFFFF - i).to(tl.int64) << 1)
+        return tl.where(live, key | ((value.to(tl.int32, bitcast=True) >> 31) & 1), -1)
 
     @triton.jit
     def key_index(key):
@@ -412,7 +428,7 @@ if triton:
         top = tl.full([BLOCK], -1, tl.int32)
         for start in range(0, C, BLOCK):
             c = start + lane
-            size = tl.load(z + c, mask=c < C, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            size = magnitude_bits(tl.load(z + c, mask=c < C, other=0.0))
             top = tl.maximum(top, tl.where(c < C, size, -1))
         below = tl.max(top, 0) + 1  # no group reaches this; at least `keep`, or all there are, reach the threshold
         threshold = below * 0
@@ -427,7 +443,7 @@ if triton:
         listed = threshold * 0
         for start in range(0, C, BLOCK):
             c = start + lane
-            size = tl.load(z + c, mask=c < C, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            size = magnitude_bits(tl.load(z + c, mask=c < C, other=0.0))
             hit = ((size >= threshold) & (c < C)).to(tl.int32)
             to = listed + tl.cumsum(hit, 0) - 1
             tl.store(scratch + to, c.to(tl.int64), mask=(hit > 0) & (to < S))
@@ -468,7 +484,7 @@ def decode_launch(indices, coefs, y, m, scale):
     bits, W = packing(d)
     return decode_kernel, (len(indices),), dict(
         indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, K=indices.shape[1], m=m, scale=scale,
-        d=d, BITS=bits, W=W, num_warps=max(1, d // 2048))
+        d=d, BITS=bits, W=W, num_warps=max(1, d // 1024))
 
 
 def dot_launch(indices, x, out, m):
@@ -482,19 +498,20 @@ def dot_launch(indices, x, out, m):
 def score_launch(x, parents, gamma, generators, moments, z, low):
     (N, d), P, D = x.shape, parents.shape[1], len(generators)
     bits, W = packing(d)
-    BM = 64 if W <= 64 else 32
+    BM = 64 if W <= 64 else 32  # the packed signs of BM rows stay in registers
     BN = min(128, max(32, triton.next_power_of_2(D)))
     if x.dtype == torch.float32:
         BM, BN = 32, min(64, BN)  # no tensor cores for exact float32: a small tile, as the products stay in registers
     return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
         x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
-        moments=moments, z=z, rows=N * P, low=low, scale=d ** -0.5, P=P, D=D, d=d, BITS=bits, W=W, BM=BM, BN=BN,
+        moments=moments, z=z, rows=N * P, low=low, high=low + len(moments), scale=d ** -0.5, P=P, D=D, d=d, BITS=bits, W=W, BM=BM, BN=BN,
         num_warps=4, num_stages=3 if W <= 32 else 2,
         UPCAST=triton.knobs.runtime.interpret and x.dtype == torch.bfloat16)
 
 
 def select_launch(z, parents, generators, indices, coefs):
     k, (N, P), D = indices.shape[1], parents.shape, len(generators)
+    check(k <= 1024, f"the kernel selects at most 1024 features of a level, not {k}")
     keep = k + max(16, k // 4)
     BLOCK = max(512, triton.next_power_of_2(4 * keep))
     S = triton.next_power_of_2(2 * keep)
@@ -549,13 +566,11 @@ def backend(x):
     """Which path serves this tensor. All give the same result; only their speed differs."""
     if BACKEND:
         return BACKEND
-    if x.device.type == "cpu":
-        return "cpu"
     if x.device.type == "cuda" and x.dtype != torch.float64:
         if triton:
             return "triton"
-        warn_once("triton is not installed, so the bottleneck runs on plain torch, many times slower: pip install triton")
-    return "reference"
+        warn_once("triton is not installed, so the bottleneck runs in plain torch, many times slower: pip install triton")
+    return "torch"
 
 
 @functools.lru_cache(maxsize=None)
@@ -577,39 +592,40 @@ def exact(operation):
     return run_exact
 
 
-def check_range(indices, m):
+def check_range(name, indices, low, high):
     """Raise for a wrong index where that costs nothing; on a GPU, where looking would stall it, the token gets NaN."""
     if indices.device.type == "cpu" and indices.numel():
         least, most = (int(v) for v in indices.aminmax())
-        if least < 0 or most >= m:
-            raise IndexError(f"feature indices must lie in 0..{m - 1}, but these go from {least} to {most}")
+        if least < low or most >= high:
+            raise IndexError(f"{name} must lie in {low}..{high - 1}, but these go from {least} to {most}")
 
 
 @torch.library.custom_op("parity::decode", mutates_args=())
 @exact
 def decode_op(indices: torch.Tensor, coefs: torch.Tensor, d: int, m: int) -> torch.Tensor:
-    check_range(indices, m)
+    check_range("feature indices", indices, 0, m)
     path = backend(coefs)
     if path == "triton":
         return decode_triton(indices.contiguous(), coefs.contiguous(), d, m)
-    return decode_cpu(indices, coefs, d, m) if path == "cpu" else decode_reference(indices, coefs, d)
+    return decode_torch(indices, coefs, d, m) if path == "torch" else decode_reference(indices, coefs, d)
 
 
 @torch.library.custom_op("parity::dot", mutates_args=())
 @exact
 def dot_op(indices: torch.Tensor, x: torch.Tensor, m: int) -> torch.Tensor:
-    check_range(indices, m)
+    check_range("feature indices", indices, 0, m)
     path = backend(x)
     if path == "triton":
         return dot_triton(indices.contiguous(), x.contiguous(), m)
-    return dot_cpu(indices, wide(x), m) if path == "cpu" else dot_reference(indices, wide(x))
+    return dot_torch(indices, wide(x), m) if path == "torch" else dot_reference(indices, wide(x))
 
 
 @torch.library.custom_op("parity::score", mutates_args=())
 @exact
 def score_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
              low: int, method: str) -> torch.Tensor:
-    check_range(parents, low)
+    check_range("parents", parents, 0, low)
+    check_range("generators", generators, low, low + len(mean))
     return score(x, parents, generators, mean, rstd, low, method)
 
 
@@ -632,17 +648,18 @@ def select(z, parents, generators, k):
     path = backend(z)
     if path == "triton":
         return select_triton(z.contiguous(), parents.contiguous(), generators, k)
-    return (select_cpu if path == "cpu" else select_reference)(z, parents, generators, k)
+    return (select_torch if path == "torch" else select_reference)(z, parents, generators, k)
 
 
 @torch.library.custom_op("parity::search", mutates_args=())
 @exact
 def search_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
               low: int, k: int, method: str) -> tuple[torch.Tensor, torch.Tensor]:
-    check_range(parents, low)
+    check_range("parents", parents, 0, low)
+    check_range("generators", generators, low, low + len(mean))
     indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
     coefs = torch.empty(len(x), k, dtype=wide(x[:0]).dtype, device=x.device)
-    most = 2 ** 20 if x.device.type == "cpu" else 2 ** 26  # scores held at a time: 4 MB, or 256 MB on a GPU
+    most = 2 * CHUNK if x.device.type == "cpu" else 2 ** 26  # scores held at a time: 4 MB, or 256 MB on a GPU
     for rows in chunks(len(x), parents.shape[1] * len(generators), most):
         z = score(x[rows], parents[rows], generators, mean, rstd, low, method)
         indices[rows], coefs[rows] = select(z, parents[rows], generators, k)
@@ -742,16 +759,27 @@ def check(condition, text):
         raise ValueError(text)
 
 
-def check_floats(**tensors):
-    for name, tensor in tensors.items():
-        check(tensor.dtype in FLOATS, f"{name} must be float32, bfloat16 or float16, not {tensor.dtype}")
+def check_floats(name, tensor, dims=2):
+    check(tensor.dtype in FLOATS, f"{name} must be float32, bfloat16 or float16 (float64 for checks), not {tensor.dtype}")
+    if tensor.dim() != dims:
+        raise ValueError(f"{name} must have {dims} dimensions, not the shape {tuple(tensor.shape)}")
 
 
-def check_indices(name, indices, rows):
+def check_indices(name, indices, rows=None):
+    """As int64. The text is made only when it is needed: under torch.compile it would fix the number of tokens."""
     check(indices.dtype in (torch.int32, torch.int64), f"{name} must be integers (int64), not {indices.dtype}")
-    check(indices.dim() == 2 and indices.shape[0] == rows,
-          f"{name} must have shape ({rows}, K), a row a token, not {tuple(indices.shape)}")
+    if rows is None and indices.dim() != 1 or rows is not None and (indices.dim() != 2 or indices.shape[0] != rows):
+        raise ValueError(f"{name} must have shape {'(D,)' if rows is None else f'({rows}, K), a row a token'}, not {tuple(indices.shape)}")
+    if indices.shape[-1] == 0:
+        raise ValueError(f"{name} are empty")
     return indices.long()
+
+
+def check_features(d, *counts):
+    """Tables and levels end at powers of two, and there are no more than d*d features."""
+    log2_width(d)
+    for m in counts:
+        check(d <= m <= d * d and m & m - 1 == 0, f"{m} is no number of features for d={d}: take a power of two from {d} to {d * d}")
 
 
 def parity_decode(indices, coefs, d, m=None):
@@ -759,18 +787,22 @@ def parity_decode(indices, coefs, d, m=None):
 
     m: the number of features in use, all d*d if not given; a smaller one makes a smaller table on a CPU.
     """
-    log2_width(d)
     m = m or d * d
-    check_floats(coefs=coefs)
+    check_features(d, m)
+    check_floats("coefs", coefs)
     indices = check_indices("indices", indices, coefs.shape[0])
-    check(coefs.shape == indices.shape, f"coefs {tuple(coefs.shape)} and indices {tuple(indices.shape)} must have one shape")
+    if coefs.shape != indices.shape:
+        raise ValueError(f"coefs {tuple(coefs.shape)} and indices {tuple(indices.shape)} must have one shape")
     return decode_op(indices, wide(coefs), d, m).to(coefs.dtype)
 
 
 def parity_dot(indices, x, m=None):
     """<phi_{indices[n, k]}, x[n]>: indices (N, K), x (N, d) -> (N, K), float32 at least. Differentiable in x."""
-    d = check_input(x)
-    return dot_op(check_indices("indices", indices, x.shape[0]), x, m or d * d)
+    check_floats("x", x)
+    d = x.shape[1]
+    m = m or d * d
+    check_features(d, m)
+    return dot_op(check_indices("indices", indices, x.shape[0]), x, m)
 
 
 def attach_scores(values, indices, x, scale, m):
@@ -778,27 +810,20 @@ def attach_scores(values, indices, x, scale, m):
     return attach_op(values, indices, x, scale, m)
 
 
-def check_input(x):
-    check_floats(x=x)
-    check(x.dim() == 2, f"x must have shape (N, d), not {tuple(x.shape)}")
-    log2_width(x.shape[1])
-    return x.shape[1]
-
-
 def check_level(x, parents, generators, mean, rstd, low, method):
     """The arguments of score_children as the operators take them."""
-    d = check_input(x)
-    parents = check_indices("parents", parents, x.shape[0])
-    check(generators.dim() == 1 and not generators.is_floating_point(), "generators must be a list of D integers")
-    check(mean.shape == rstd.shape == (mean.numel(),), "mean and rstd must be two vectors of one length")
-    high = low + mean.numel()
-    check(low >= d and low % d == 0 and high % d == 0 and high <= d * d,
-          f"a level must hold features from a multiple of d={d} to another, at most d*d, not {low}..{high}")
+    check_floats("x", x)
+    check_floats("mean", mean, 1)
+    check_floats("rstd", rstd, 1)
+    d = x.shape[1]
+    parents, generators = check_indices("parents", parents, x.shape[0]), check_indices("generators", generators)
+    check(len(mean) == len(rstd), f"mean and rstd must have one length, not {len(mean)} and {len(rstd)}")
+    check_features(d, low, low + len(mean))
     if method == "auto":
-        method = scoring_method(x.device, d, parents.shape[1], generators.numel(), mean.numel())
+        method = scoring_method(x.device, d, parents.shape[1], len(generators), len(mean))
     check(method in ("gemm", "transform"), f"method must be 'auto', 'gemm' or 'transform', not {method!r}")
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x, parents, generators.long(), mean.to(kind), rstd.to(kind), low, method
+    return x, parents, generators, mean.to(kind), rstd.to(kind), low, method
 
 
 def score_children(x, parents, generators, mean, rstd, low, method="auto"):
@@ -817,19 +842,22 @@ def select_distinct(z, parents, generators, k):
     z (N, P*D) from score_children; a child reached from two parents has one z and counts once. With fewer than k
     distinct children an index is repeated with coefficient zero. No gradient: selection has none.
     """
-    check_floats(z=z)
-    parents = check_indices("parents", parents, z.shape[0])
-    check(z.shape[1] == parents.shape[1] * generators.numel(),
-          f"z has {z.shape[1]} candidates a token, but {parents.shape[1]} parents x {generators.numel()} generators were given")
-    check(1 <= k <= z.shape[1], f"k={k} features cannot be selected from {z.shape[1]} candidates")
-    return select_op(wide(z.detach()), parents, generators.long(), k)
+    check_floats("z", z)
+    parents, generators = check_indices("parents", parents, z.shape[0]), check_indices("generators", generators)
+    check_count(z.shape[1], parents, generators, k)
+    return select_op(wide(z.detach()), parents, generators, k)
+
+
+def check_count(candidates, parents, generators, k):
+    P, D = parents.shape[1], len(generators)
+    check(candidates == P * D, f"z has {candidates} candidates a token, but {P} parents x {D} generators were given")
+    check(1 <= k <= candidates, f"k={k} features cannot be selected from {candidates} candidates")
 
 
 def search_children(x, parents, generators, mean, rstd, low, k, method="auto"):
     """select_distinct(score_children(...), ..., k), some tokens at a time. No gradient: see attach_scores."""
     *level, method = check_level(x.detach(), parents, generators, mean, rstd, low, method)
-    candidates = parents.shape[1] * generators.numel()
-    check(1 <= k <= candidates, f"k={k} features cannot be selected from {candidates} candidates")
+    check_count(parents.shape[1] * len(generators), parents, generators, k)
     return search_op(*level, k, method)
 
 

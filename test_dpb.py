@@ -11,7 +11,7 @@ import dpb
 import kernels
 from dpb import Code, DeepParityBottleneck, update_moments
 
-PATHS = [("reference", "gemm"), ("cpu", "gemm"), ("cpu", "transform"), ("triton", "gemm")]
+PATHS = [("reference", "gemm"), ("torch", "gemm"), ("torch", "transform"), ("triton", "gemm")]
 TWO = dict(d=64, bits=(6, 10), active=(5, 9), children=(31,))
 THREE = dict(d=64, bits=(6, 9, 11), active=(4, 6, 10), children=(14, 12))
 
@@ -361,6 +361,49 @@ def test_half_precision_comes_back_in_its_type(dtype):
     code = layer.encode(x)
     assert code.coefs.dtype == torch.float32 and layer(x).dtype == dtype
     assert torch.equal(code.indices, layer.encode(x.float()).indices)
+
+
+def test_one_compiled_graph_serves_any_number_of_tokens():
+    layer = DeepParityBottleneck(**TWO).eval()
+    graphs = []
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+    run = torch.compile(layer, fullgraph=True, backend=count)
+    with torch.no_grad():
+        for N in range(5, 20):
+            x = torch.randn(N, 64)
+            assert torch.equal(run(x), layer(x))
+    assert len(graphs) <= 2  # one for the first size, one for all
+
+
+def test_an_empty_batch_and_a_single_vector_work():
+    layer = DeepParityBottleneck(**TWO)
+    assert layer(torch.zeros(0, 64)).shape == (0, 64)
+    assert layer.encode(torch.zeros(2, 0, 64)).indices.shape == (2, 0, 14)
+    assert layer.eval()(torch.ones(64)).shape == (64,)
+
+
+def test_meta_device_then_checkpoint_gives_the_same_layer():
+    torch.manual_seed(0)
+    layer = DeepParityBottleneck(**TWO)
+    x = torch.randn(64, 64)
+    layer(x)
+    update_moments(layer)
+    with torch.device("meta"):
+        other = DeepParityBottleneck(**TWO)
+    other = other.to_empty(device="cpu")
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x)) and torch.equal(other.sums, layer.sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_moments_stay_in_float32_when_a_model_is_narrowed(dtype):
+    layer = DeepParityBottleneck(**TWO)
+    layer.mean += 1e-5
+    layer.to(dtype)
+    assert layer.mean.dtype == layer.var.dtype == layer.sums.dtype == torch.float32
+    assert torch.equal(layer.mean, torch.full_like(layer.mean, 1e-5))
 
 
 def test_compiles_without_a_break():
