@@ -1,0 +1,240 @@
+"""A GPT-2-style language model in which every MLP may read only a sparse code.
+
+    logits = model(tokens)                       (B, T) -> (B, T, vocabulary)
+    losses = model(tokens, targets)              {"lm": ..., "variance": ..., "reconstruction": ...}
+    logits = model(tokens, edit=f)               f(layer, code) -> code, called at every bottleneck
+
+Learned positions, tied embedding, RMSNorm, no biases, a GELU MLP of width 4d. `bottleneck` is "none" (dense), "parity"
+(dpb.py) or "topk" (a learned dictionary of m rows a layer); `site` puts it before the MLP or before attention. Reading
+features and editing them is one call: `edit` sees each layer's Code and returns the Code to go on with.
+
+Letters: B sequences, T tokens of each, d width, V vocabulary, H heads.
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpb import Code, DeepParityBottleneck, reconstruction_loss, rescale, variance_loss
+
+BOTTLENECKS = ("none", "parity", "topk")
+SITES = ("mlp", "attention")
+
+
+class TopKBottleneck(nn.Module):
+    """The in-loop baseline: a learned encoder and decoder of m rows each; the K largest of m scores are kept.
+
+    Its output has the norm of its input, as the parity bottleneck's, so that only the dictionary differs.
+    """
+
+    def __init__(self, d, m, K):
+        super().__init__()
+        self.m, self.active, self.lows = m, (K,), (0, m)
+        self.encoder = nn.Parameter(torch.empty(m, d))
+        self.decoder = nn.Parameter(torch.empty(m, d))
+
+    def encode(self, x):
+        coefs, indices = F.linear(x, self.encoder).topk(self.active[0], dim=-1)  # of (..., m)
+        return Code(indices, coefs)
+
+    def decode(self, code, like=None):
+        K = code.indices.shape[-1]
+        y = F.embedding_bag(code.indices.reshape(-1, K), self.decoder.to(code.coefs.dtype),
+                            per_sample_weights=code.coefs.reshape(-1, K), mode="sum")
+        y = y.view(*code.indices.shape[:-1], -1)
+        return y if like is None else rescale(y, like)
+
+
+class Attention(nn.Module):
+    def __init__(self, d, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+
+    def forward(self, x, cache=None):
+        B, T, d = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, T, d/H) each
+        if cache is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            k, v = cache.extend(self, k, v)  # (B, H, past + T, d/H)
+            past = k.shape[2] - T
+            seen = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self.out(y.transpose(1, 2).reshape(B, T, d))
+
+
+class MLP(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.up = nn.Linear(d, 4 * d, bias=False)
+        self.down = nn.Linear(4 * d, d, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.site = layer, config.site
+        self.norm1, self.attention = nn.RMSNorm(config.d), Attention(config.d, config.heads)
+        self.norm2, self.mlp = nn.RMSNorm(config.d), MLP(config.d)
+        self.parity = self.topk = None
+        if config.bottleneck == "parity":
+            self.parity = DeepParityBottleneck(config.d, config.bits, config.active, config.children,
+                                               seed=config.seed * 1000 + layer, standardise=config.standardise)
+        elif config.bottleneck == "topk":
+            self.topk = TopKBottleneck(config.d, 2 ** config.bits[-1], sum(config.active))
+
+    @property
+    def bottleneck(self):
+        return self.parity or self.topk
+
+    def forward(self, x, edit=None, cache=None, record=None):  # (B, T, d)
+        h = self.norm1(x)
+        x = x + self.attention(self.narrow(h, edit, record) if self.site == "attention" else h, cache)
+        h = self.norm2(x)
+        return x + self.mlp(self.narrow(h, edit, record) if self.site == "mlp" else h)
+
+    def narrow(self, h, edit, record):
+        """What the bottleneck lets through of h. `record` gets (code, output, input): the losses and measures need them."""
+        if self.bottleneck is None:
+            return h
+        if torch.is_autocast_enabled(h.device.type):  # the type the next matrix product would round to anyway
+            h = h.to(torch.get_autocast_dtype(h.device.type))
+        code = self.bottleneck.encode(h)
+        if edit is not None:
+            code = edit(self.layer, code)
+        y = self.bottleneck.decode(code, like=h)
+        if record is not None:
+            record.append((code, y, h))
+        return y
+
+
+class GPT(nn.Module):
+    """config: anything with the attributes layers, d, heads, context, vocab_size, bottleneck, site, bits, active, children,
+    standardise, seed, variance_weight, reconstruction_weight and n_min: a Config of config.py."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d)  # also the unembedding
+        self.positions = nn.Embedding(config.context, config.d)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = nn.RMSNorm(config.d)
+        if self.embedding.weight.device.type != "meta":
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """GPT-2's: normal with std 0.02, less for the 2 * layers matrices that write to the residual stream."""
+        rng = torch.Generator(self.embedding.weight.device).manual_seed(self.config.seed)
+        for name, weight in self.named_parameters():
+            if name.endswith((".out.weight", ".down.weight")):
+                weight.normal_(0, 0.02 / math.sqrt(2 * self.config.layers), generator=rng)
+            elif name.endswith(".encoder"):
+                weight.normal_(0, self.config.d ** -0.5, generator=rng)
+            elif weight.dim() == 2 and not name.endswith(".decoder"):
+                weight.normal_(0, 0.02, generator=rng)
+        for block in self.blocks:
+            if block.topk is not None:  # a dictionary starts as its own inverse, nearly
+                block.topk.decoder.copy_(block.topk.encoder)
+
+    def count_parameters(self):
+        return sum(weight.numel() for weight in self.parameters())
+
+    def forward(self, tokens, targets=None, edit=None, cache=None, record=None):
+        T, past = tokens.shape[1], cache.length if cache else 0
+        if past + T > self.config.context:
+            raise ValueError(f"{past + T} tokens do not fit the context of {self.config.context}: give fewer")
+        x = self.embedding(tokens) + self.positions.weight[past : past + T]
+        weights = {"variance": self.config.variance_weight, "reconstruction": self.config.reconstruction_weight}
+        if record is None and targets is not None and any(weights.values()):
+            record = []
+        for block in self.blocks:
+            x = block(x, edit, cache, record)
+        logits = F.linear(self.norm(x), self.embedding.weight)  # (B, T, V)
+        if cache:
+            cache.length += T
+        if targets is None:
+            return logits
+        losses = {"lm": F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())}
+        if weights["variance"]:
+            m = self.blocks[0].bottleneck.m
+            losses["variance"] = sum(variance_loss(code, m, self.config.n_min) for code, _, _ in record) / len(record)
+        if weights["reconstruction"]:
+            losses["reconstruction"] = sum(reconstruction_loss(y, h) for _, y, h in record) / len(record)
+        return losses
+
+    def total_loss(self, losses):
+        """What training lowers: lm, plus the auxiliary losses times their weights."""
+        return (losses["lm"] + self.config.variance_weight * losses.get("variance", 0)
+                + self.config.reconstruction_weight * losses.get("reconstruction", 0))
+
+    @torch.no_grad()
+    def generate(self, tokens, count, temperature=1.0, top_k=None, top_p=None, seed=0, stop=None, edit=None, cached=True):
+        """Yield `count` next tokens (B,) of the prompts tokens (B, T), one step at a time; ends early once each row had `stop`.
+
+        temperature 0 is greedy. When the context is full, generation goes on from its second half. `cached=False`
+        recomputes everything at every step: the same tokens, slowly.
+        """
+        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+            raise ValueError(f"temperature={temperature} must be at least 0, top_k={top_k} at least 1, top_p={top_p} in (0, 1]")
+        if tokens.shape[1] == 0:
+            raise ValueError("the prompt has no tokens: start with the end-of-text token to generate from nothing")
+        rng = torch.Generator(tokens.device).manual_seed(seed)
+        context = self.config.context
+        window, cache = tokens[:, -context:], Cache() if cached else None
+        ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        fresh = window  # what the cache has not seen
+        for _ in range(count):
+            logits = self(fresh if cached else window, edit=edit, cache=cache)[:, -1].float()
+            chosen = sample(logits, temperature, top_k, top_p, rng)
+            if stop is not None:
+                chosen = torch.where(ended, stop, chosen)
+                ended |= chosen == stop
+            yield chosen
+            if ended.all():
+                return
+            fresh = chosen[:, None]
+            window = torch.cat([window, fresh], dim=1)
+            if window.shape[1] > context:
+                fresh = window = window[:, -(context // 2):]
+                cache = Cache() if cached else None
+
+
+def sample(logits, temperature, top_k, top_p, rng):
+    """One token for each row of logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities  # the smallest set with mass top_p: those with less before them
+        logits = logits.scatter(1, order, ordered.masked_fill(before >= top_p, -math.inf))
+    return torch.multinomial(logits.softmax(-1), 1, generator=rng)[:, 0]
+
+
+class Cache:
+    """Keys and values of the tokens seen so far, layer by layer."""
+
+    def __init__(self):
+        self.length, self.store = 0, {}
+
+    def extend(self, layer, k, v):  # (B, H, T, d/H)
+        T = k.shape[2]
+        if layer not in self.store or self.length + T > self.store[layer].shape[3]:
+            room = max(64, 2 * (self.length + T))  # grow by doubling: few copies, no waste for short texts
+            grown = k.new_empty(2, *k.shape[:2], room, k.shape[3])
+            if layer in self.store:
+                grown[:, :, :, : self.length] = self.store[layer][:, :, :, : self.length]
+            self.store[layer] = grown
+        new = slice(self.length, self.length + T)
+        self.store[layer][0][:, :, new], self.store[layer][1][:, :, new] = k, v
+        return self.store[layer][:, :, :, : self.length + T]

@@ -1,0 +1,47 @@
+"""Loss curves of one or more runs in one picture.
+
+    python plot.py out/tiny out/tiny_gpt out/tiny_topk [--out losses.png]
+"""
+import argparse
+import json
+import os
+
+
+def losses(folders, path):
+    """Training and validation loss by step of each run, to a PNG file."""
+    import matplotlib
+    matplotlib.use("Agg")  # no screen needed
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for folder in folders:
+        with open(os.path.join(folder, "metrics.jsonl")) as file:
+            rows = [json.loads(line) for line in file]
+        name = os.path.basename(os.path.normpath(folder))
+        checked = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+        line, = axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], linewidth=0.8, alpha=0.4)
+        if checked:
+            label = f"{name}: validation {checked[-1][1]:.3f}"
+            axes.plot(*zip(*checked), color=line.get_color(), marker="o", markersize=3, label=label)
+    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="folders of runs, such as out/tiny")
+    parser.add_argument("--out", default="losses.png", help="the picture to write")
+    options = parser.parse_args()
+    missing = [folder for folder in options.runs if not os.path.exists(os.path.join(folder, "metrics.jsonl"))]
+    if missing:
+        raise SystemExit(f"plot.py: {missing[0]} has no metrics.jsonl: give folders that train.py wrote, such as out/tiny")
+    losses(options.runs, options.out)
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()

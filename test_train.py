@@ -1,0 +1,326 @@
+"""Runs: exact continuation, ranks, checkpoints, bad input. Small models on a small piece of the toy world."""
+import dataclasses
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import config as configs
+import data
+import train
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+SMALL = """
+layers = 2
+d = 32
+heads = 2
+context = 32
+vocab_size = 2048
+bits = (5, 8)
+active = (4, 6)
+children = (16,)
+batch_tokens = 512
+max_steps = 12
+warmup_steps = 2
+decay_fraction = 0.5
+muon_lr = 0.02
+adam_lr = 3e-3
+eval_every = 6
+eval_tokens = 2048
+save_every = 4
+log_every = 1
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("data") / "world")
+    data.prepare_toy(folder, tokens=60_000)
+    return folder
+
+
+@pytest.fixture
+def arguments(tmp_path, corpus):
+    """Command-line arguments of a run in its own folder; call with settings to change."""
+    path = tmp_path / "small.py"
+    path.write_text(SMALL)
+
+    def make(name="run", **changes):
+        values = {"data": corpus, "out": str(tmp_path / name), "device": "cpu"} | changes
+        return [str(path)] + [f"--{key}={value}" for key, value in values.items()]
+    return make
+
+
+def go(arguments):
+    """A run in this process."""
+    torch.use_deterministic_algorithms(False)
+    config = configs.load(arguments)
+    train.train(config)
+    return rows_of(config.out)
+
+
+def rows_of(out):
+    """The metrics of a run, but for the speed."""
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in train.read_metrics(out)]
+
+
+def command(arguments, ranks=0, restarts=0):
+    """A run in a process of its own, or under torchrun."""
+    start = [sys.executable, "train.py"]
+    if ranks:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+                 f"--max-restarts={restarts}", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(start + arguments, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def close(one, two):
+    """The same curves to rounding."""
+    assert [row["step"] for row in one] == [row["step"] for row in two]
+    for a, b in zip(one, two):
+        for key in a:
+            assert b[key] == pytest.approx(a[key], rel=2e-3, abs=2e-3), (a["step"], key)
+
+
+def wait_for_step(out, step, process):
+    """Until the run has logged a step."""
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        rows = train.read_metrics(out)
+        if rows and rows[-1]["step"] >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError(process.communicate()[0])
+
+
+def test_a_run_writes_everything_it_says(arguments, tmp_path):
+    process = command(arguments())
+    printed = process.communicate()[0]
+    assert process.returncode == 0, printed
+    out = tmp_path / "run"
+    assert {path.name for path in out.iterdir()} == {"config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "best.pt", "loss.png"}
+    settings = json.loads((out / "config.json").read_text())
+    assert configs.from_dict(settings) == configs.load(arguments())
+    assert settings["about"]["parameters"] > 0 and settings["about"]["torch"] == torch.__version__
+    rows = train.read_metrics(out)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert all({"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second"} <= row.keys() for row in rows)
+    assert {"val_loss", "dead_fraction", "l0", "variance_explained"} <= rows[5].keys() and rows[5]["tokens"] == 6 * 512
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3 and len(rows[-1]["dead_fraction"]) == 2 and rows[-1]["l0"] == 10
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"validation loss {rows[-1]['val_loss']:.4f}" in printed and "\r" not in printed
+    checkpoint = torch.load(out / "ckpt.pt", weights_only=True)
+    assert checkpoint["step"] == 12 and {"model", "optimizer", "config", "tokenizer"} <= checkpoint.keys()
+
+
+def test_killed_at_any_moment_and_continued_is_bit_equal(arguments):
+    whole = go(arguments("whole", save_every=1))
+    run = arguments("killed", save_every=1)
+    out = configs.load(run).out
+    for step in 2, 7, 9:
+        process = command(run)
+        wait_for_step(out, step, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    process = command(run)
+    printed = process.communicate()[0]
+    assert "continuing" in printed and process.returncode == 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes have
+    try:
+        assert rows_of(out) == go(arguments("single", save_every=1))
+    finally:
+        torch.set_num_threads(threads)
+    close(rows_of(out), whole)
+
+
+def test_ctrl_c_and_sigterm_save_and_leave_cleanly(arguments):
+    for number in signal.SIGTERM, signal.SIGINT:
+        run = arguments(f"stopped{number}", max_steps=400, save_every=1000, eval_every=1000)
+        out = configs.load(run).out
+        process = command(run)
+        wait_for_step(out, 3, process)
+        process.send_signal(number)
+        printed = process.communicate()[0]
+        assert process.returncode == 0 and "saved: the same command goes on" in printed and "Traceback" not in printed
+        step = torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"]
+        assert step == train.read_metrics(out)[-1]["step"] >= 3
+
+
+def test_two_ranks_follow_the_curve_of_one_and_runs_change_ranks(arguments):
+    """Two ranks; one rank; one rank that accumulates; and one that goes on from the checkpoint of two."""
+    process = command(arguments("two", max_steps=12, save_every=4), ranks=2)
+    printed = process.communicate()[0]
+    assert process.returncode == 0, printed
+    two = rows_of(configs.load(arguments("two")).out)
+    one = go(arguments("one"))
+    close(one, two)
+    close(one, go(arguments("accumulated", micro_batch=4)))
+
+    started = command(arguments("moved", save_every=1), ranks=2)
+    out = configs.load(arguments("moved")).out
+    wait_for_step(out, 5, started)
+    started.send_signal(signal.SIGTERM)
+    printed = started.communicate()[0]
+    assert torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"] < 12, printed
+    close(one, go(arguments("moved", save_every=1)))
+
+
+def test_a_killed_rank_is_restarted_by_torchrun_and_the_run_ends_the_same(arguments):
+    run = arguments("restarted", save_every=1)
+    out = configs.load(run).out
+    process = command(run, ranks=2, restarts=2)
+    wait_for_step(out, 4, process)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    printed = process.communicate()[0]
+    assert process.returncode == 0, printed
+    assert "continuing" in printed
+    close(go(arguments("plain", save_every=1)), rows_of(out))
+
+
+def test_a_finished_run_says_so_and_fresh_starts_over(arguments, capsys):
+    first = go(arguments())
+    again = go(arguments())
+    assert "is finished, at step 12" in capsys.readouterr().out and again == first
+    assert go(arguments(fresh="true")) == first  # the same numbers, computed again
+    assert "finished" not in capsys.readouterr().out
+
+
+def test_another_config_is_refused_by_the_names_of_the_keys(arguments):
+    go(arguments(max_steps=4))
+    with pytest.raises(train.TrainError, match=r"muon_lr \(was 0.02, now 0.5\), seed \(was 0, now 3\)"):
+        go(arguments(max_steps=4, muon_lr=0.5, seed=3))
+    go(arguments(max_steps=4, log_every=7))  # how often to log may change
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_used(arguments, capsys, damage):
+    whole = go(arguments("whole"))
+    run = arguments("damaged", max_steps=12)
+    config = configs.load(run)
+    go(run)
+    path = os.path.join(config.out, "ckpt.pt")
+    content = bytearray(open(path, "rb").read())
+    if damage == "flip":
+        content[len(content) // 2] ^= 16
+    with open(path, "wb") as file:
+        file.write({"truncate": content[: len(content) // 2], "flip": content, "empty": b""}[damage])
+    assert go(run) == whole
+    printed = capsys.readouterr().out
+    assert "ckpt.pt is damaged" in printed and "going on from" in printed and "ckpt.prev.pt, step 8" in printed
+    for name in "ckpt.pt", "ckpt.prev.pt":
+        with open(os.path.join(config.out, name), "wb") as file:
+            file.write(b"no")
+    with pytest.raises(train.TrainError, match="--fresh=true starts over"):
+        go(run)
+
+
+def test_a_full_disk_does_not_cost_the_last_good_checkpoint(arguments, monkeypatch, capsys):
+    config = configs.load(arguments())
+    real, calls = torch.save, []
+
+    def full(content, file):
+        calls.append(file.name)
+        if "ckpt" in file.name and len([name for name in calls if "ckpt" in name]) > 1:
+            file.write(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(content, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(train.TrainError, match="ckpt.pt could not be written.*kept"):
+        go(arguments())  # step 4 is saved, step 8 is not (and said), step 12, the last, is an error
+    assert "No space left" in capsys.readouterr().out
+    assert train.load(os.path.join(config.out, "ckpt.pt"))["step"] == 4
+    assert not [name for name in os.listdir(config.out) if name.endswith(".tmp")]
+    monkeypatch.setattr(torch, "save", real)
+    assert go(arguments())[-1]["step"] == 12
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_its_place(arguments):
+    with pytest.raises(train.TrainError) as error:
+        go(arguments(adam_lr=1e30, save_every=1))
+    text = str(error.value)
+    assert "at step" in text and "windows" in text and "last good checkpoint is" in text and "Lower" in text
+
+
+def test_it_stops_at_a_validation_loss(arguments, capsys):
+    plain = go(arguments("plain"))
+    target = plain[5]["val_loss"]
+    stopped = go(arguments("stopped", stop_at_val_loss=target / 1.005, stop_tolerance=0.01))
+    assert stopped == plain[:6]
+    capsys.readouterr()
+    go(arguments("stopped", stop_at_val_loss=target / 1.005))
+    assert "is finished, at step 6" in capsys.readouterr().out
+
+
+def test_fine_tuning_starts_from_the_weights_of_another_run(arguments):
+    first = go(arguments("first"))
+    tuned = go(arguments("tuned", init_from=configs.load(arguments("first")).out, seed=1))
+    assert tuned[0]["loss"] < first[0]["loss"] - 0.5
+    with pytest.raises(train.TrainError, match="holds another model"):
+        go(arguments("wrong", init_from=configs.load(arguments("first")).out, bottleneck="none", layers=1))
+    with pytest.raises(train.TrainError, match="there is no checkpoint"):
+        go(arguments("none", init_from="nowhere"))
+
+
+@pytest.mark.parametrize("bottleneck", ["none", "topk"])
+def test_dense_and_topk_train_too(arguments, bottleneck):
+    rows = go(arguments(bottleneck, bottleneck=bottleneck))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+    assert ("l0" in rows[-1]) == (bottleneck == "topk")
+
+
+def test_evaluation_equals_its_definition(arguments, corpus):
+    config = configs.load(arguments(eval_tokens=640))
+    torch.manual_seed(0)
+    model = train.GPT(config)
+    tokens = data.Tokens(corpus, "val")
+    from contextlib import nullcontext
+    row = train.evaluate(model, tokens, config, 0, 1, torch.device("cpu"), nullcontext)
+    windows = tokens.windows(range(20), 32)
+    model.eval()
+    record = []
+    loss = model(windows[:, :-1], windows[:, 1:], record=record)["lm"].item()
+    assert row["val_loss"] == pytest.approx(loss, abs=1e-6)
+    for level, (low, high) in enumerate([(0, 32), (32, 256)]):
+        alive = [len(set(code.indices.flatten().tolist()) & set(range(low, high))) for code, _, _ in record]
+        assert row["dead_fraction"][level] == pytest.approx(1 - sum(alive) / len(alive) / (high - low))
+    explained = [1 - ((h - y) ** 2).sum() / ((h - h.mean((0, 1))) ** 2).sum() for _, y, h in record]
+    assert row["variance_explained"] == pytest.approx(sum(explained).item() / len(explained), abs=1e-4)
+
+
+def test_wrong_runs_are_answered(arguments, tmp_path):
+    for change, words in [(dict(data=str(tmp_path / "nothing")), "has no prepared data"), (dict(vocab_size=100), "vocab_size is only 100"),
+                          (dict(context=100_000, batch_tokens=100_000), "fewer than one window"), (dict(device="cuda"), "finds no GPU")]:
+        if change.get("device") == "cuda" and torch.cuda.is_available():
+            continue
+        with pytest.raises((train.TrainError, data.DataError), match=words):
+            go(arguments("wrong", **change))
+    with pytest.raises(train.TrainError, match="cannot share evenly"):
+        train.micro_steps(configs.load(arguments(batch_tokens=96)), 2)
+    run = subprocess.run([sys.executable, "train.py", "configs/tiny.py", "--lr=3"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.startswith("train.py: there is no setting 'lr'") and "Traceback" not in run.stderr
+
+
+def test_accumulation_follows_from_the_batch(arguments):
+    config = configs.load(arguments(batch_tokens=32 * 24))  # 24 sequences
+    assert train.micro_steps(dataclasses.replace(config, micro_batch=10), 1) == 3
+    assert train.micro_steps(dataclasses.replace(config, micro_batch=10), 2) == 2
+    assert train.micro_steps(config, 1) == 1
+
+
+def test_the_picture_of_several_runs(arguments, tmp_path):
+    for name in "a", "b":
+        go(arguments(name, max_steps=4))
+    run = subprocess.run([sys.executable, "plot.py", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both.png")],
+                         cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and (tmp_path / "both.png").stat().st_size > 10_000
+    run = subprocess.run([sys.executable, "plot.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1 and "has no metrics.jsonl" in run.stderr
