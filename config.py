@@ -89,7 +89,8 @@ def load(arguments):
             key, equals, text = argument[2:].partition("=")
             if not equals:
                 raise ConfigError(f"{argument} has no value: write --{key or 'key'}=value")
-            values[key] = convert(known(key), literal(text))
+            is_text = typing.get_type_hints(Config)[known(key)] is str
+            values[key] = convert(key, text if is_text else literal(text))
     config = Config(**values)
     config.out = config.out or os.path.join("out", os.path.splitext(os.path.basename(files[0]))[0])
     return check(config)

@@ -188,8 +188,9 @@ def score_gemm(x, parents, generators, mean, rstd, low):
     z = x.new_empty(N, parents.shape[1], len(generators))
     for rows in chunks(N, parents.shape[1] * d):
         hx = table_rows(parents[rows], d, low, x.dtype).mul_(x[rows, None])  # (chunk, P, d)
-        children = (parents[rows, :, None] ^ generators) - low
-        z[rows] = (hx @ gamma.t()).sub_(mean[children]).mul_(rstd[children])
+        children = ((parents[rows, :, None] ^ generators) - low).flatten()
+        scores = torch.matmul(hx, gamma.t(), out=z[rows])
+        scores.view(-1).sub_(mean.index_select(0, children)).mul_(rstd.index_select(0, children))
     return z.flatten(1)
 
 
@@ -230,12 +231,13 @@ def select_torch(z, parents, generators, k):
     """
     if z.dtype == torch.float64:
         return select_reference(z, parents, generators, k)
-    D, keep = len(generators), min(z.shape[1], k + max(16, k // 4))
+    P, D = parents.shape[1], len(generators)
+    keep = min(z.shape[1], k + 8 + k // 8 if P > 1 else k + 1)  # some of the best may be repeats, if there are parents
     best = prefilter(z, keep)  # (N, keep)
     children, values = parents.gather(1, best // D) ^ generators[best % D], z.gather(1, best)
     size, sign = magnitude(values).long(), torch.signbit(values).long()
     least = size.amin(1)
-    if parents.shape[1] > 1:  # drop repeats: sort by index, the largest copy first
+    if P > 1:  # drop repeats: sort by index, the largest copy first
         key = (children << 32 | TOP - size << 1 | sign).sort(1).values
         children, size, sign = key >> 32, TOP - (key >> 1 & TOP), key & 1
         size[:, 1:].masked_fill_(children[:, 1:] == children[:, :-1], -1)

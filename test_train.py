@@ -190,7 +190,7 @@ def test_a_finished_run_says_so_and_fresh_starts_over(arguments, capsys):
     again = go(arguments())
     assert "is finished, at step 12" in capsys.readouterr().out and again == first
     assert go(arguments(fresh="true")) == first  # the same numbers, computed again
-    assert "finished" not in capsys.readouterr().out
+    assert "is finished" not in capsys.readouterr().out
 
 
 def test_another_config_is_refused_by_the_names_of_the_keys(arguments):
@@ -297,7 +297,7 @@ def test_evaluation_equals_its_definition(arguments, corpus):
 
 
 def test_wrong_runs_are_answered(arguments, tmp_path):
-    for change, words in [(dict(data=str(tmp_path / "nothing")), "has no prepared data"), (dict(vocab_size=100), "vocab_size is only 100"),
+    for change, words in [(dict(data=str(tmp_path / "nothing")), "has no prepared data"), (dict(vocab_size=100), "model's vocab_size is 100"),
                           (dict(context=100_000, batch_tokens=100_000), "fewer than one window"), (dict(device="cuda"), "finds no GPU")]:
         if change.get("device") == "cuda" and torch.cuda.is_available():
             continue
