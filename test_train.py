@@ -96,12 +96,12 @@ def wait_for_step(out, step, process):
         if rows and rows[-1]["step"] >= step:
             return
         time.sleep(0.01)
-    raise AssertionError(process.communicate()[0])
+    raise AssertionError(process.communicate(timeout=300)[0])
 
 
 def test_a_run_writes_everything_it_says(arguments, tmp_path):
     process = command(arguments())
-    printed = process.communicate()[0]
+    printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     out = tmp_path / "run"
     assert {path.name for path in out.iterdir()} == {"config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "best.pt", "loss.png"}
@@ -129,7 +129,7 @@ def test_killed_at_any_moment_and_continued_is_bit_equal(arguments):
         process.send_signal(signal.SIGKILL)
         process.wait()
     process = command(run)
-    printed = process.communicate()[0]
+    printed = process.communicate(timeout=300)[0]
     assert "continuing" in printed and process.returncode == 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the processes have
@@ -147,7 +147,7 @@ def test_ctrl_c_and_sigterm_save_and_leave_cleanly(arguments):
         process = command(run)
         wait_for_step(out, 3, process)
         process.send_signal(number)
-        printed = process.communicate()[0]
+        printed = process.communicate(timeout=300)[0]
         assert process.returncode == 0 and "saved: the same command goes on" in printed and "Traceback" not in printed
         step = torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"]
         assert step == train.read_metrics(out)[-1]["step"] >= 3
@@ -156,7 +156,7 @@ def test_ctrl_c_and_sigterm_save_and_leave_cleanly(arguments):
 def test_two_ranks_follow_the_curve_of_one_and_runs_change_ranks(arguments):
     """Two ranks; one rank; one rank that accumulates; and one that goes on from the checkpoint of two."""
     process = command(arguments("two", max_steps=12, save_every=4), ranks=2)
-    printed = process.communicate()[0]
+    printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     two = rows_of(configs.load(arguments("two")).out)
     one = go(arguments("one"))
@@ -167,7 +167,7 @@ def test_two_ranks_follow_the_curve_of_one_and_runs_change_ranks(arguments):
     out = configs.load(arguments("moved")).out
     wait_for_step(out, 5, started)
     started.send_signal(signal.SIGTERM)
-    printed = started.communicate()[0]
+    printed = started.communicate(timeout=300)[0]
     assert torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"] < 12, printed
     close(one, go(arguments("moved", save_every=1)))
 
@@ -179,7 +179,7 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_the_run_ends_the_same(argume
     wait_for_step(out, 4, process)
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    printed = process.communicate()[0]
+    printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     assert "continuing" in printed
     close(go(arguments("plain", save_every=1)), rows_of(out))
