@@ -1,6 +1,6 @@
 """tiny.py with three levels: 16,384 features, 56 active.
 
-TINY3L_RESULT
+Cost and result: not measured yet; expect some minutes more than tiny.py on 2 CPU cores.
 """
 layers = 4
 d = 128
