@@ -284,7 +284,8 @@ def is_toy(config):
 
 def open_data(config, rank):
     """(training tokens, validation tokens, tokenizer); makes the toy corpus where it is asked for and missing."""
-    if rank == 0 and is_toy(config):
+    state = data.read_state(config.data, must=False)
+    if rank == 0 and is_toy(config) and not (state and state["done"]):
         data.prepare_toy(config.data)
     barrier()
     splits = [data.Tokens(config.data, split, verify=rank == 0) for split in ("train", "val")]
