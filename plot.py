@@ -23,8 +23,10 @@ def losses(folders, path):
         if checked:
             label = f"{name}: validation {checked[-1][1]:.3f}"
             axes.plot(*zip(*checked), color=line.get_color(), marker="o", markersize=3, label=label)
-    axes.set(xlabel="step", ylabel="loss, nats per token")
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="step", ylabel="loss, nats per token", yscale="log")  # the first steps would flatten the rest
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.grid(alpha=0.3, which="both")
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     figure.savefig(path, dpi=120)
