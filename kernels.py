@@ -17,6 +17,10 @@ features are low .. low + len(mean) - 1.
 import contextlib
 import functools
 import math
+import os
+import re
+import subprocess
+import tempfile
 import warnings
 
 import numpy as np
@@ -893,7 +897,6 @@ def paper_launches(dtype=torch.bfloat16, tokens=2):
 
 def compile_for(launch, capability):
     """Machine code of a launch for a compute capability: (registers, stack, local, shared bytes)."""
-    import os, re, subprocess, tempfile  # noqa: E401
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
