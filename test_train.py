@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent import futures
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import config as configs
 import data
@@ -170,6 +172,16 @@ def test_two_ranks_follow_the_curve_of_one_and_runs_change_ranks(arguments):
     printed = started.communicate(timeout=300)[0]
     assert torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"] < 12, printed
     close(one, go(arguments("moved", save_every=1)))
+
+
+def test_ranks_of_a_restart_do_not_meet_those_of_the_attempt_before():
+    store = dist.HashStore()
+    for _ in range(3):  # the second and third time, the store is full of what is over
+        with futures.ThreadPoolExecutor(3) as pool:
+            stores = list(pool.map(lambda rank: train.store_of_this_attempt(store, rank, 3), [2, 1, 0]))
+        assert not stores[0].check(["address"])
+        stores[0].set("address", "of rank 2")
+        assert stores[1].get("address") == stores[2].get("address") == b"of rank 2"
 
 
 def test_a_killed_rank_is_restarted_by_torchrun_and_the_run_ends_the_same(arguments):

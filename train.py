@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import secrets
 import signal
 import subprocess
 import sys
@@ -56,8 +57,36 @@ def start_ranks(config):
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return dist.get_rank(), dist.get_world_size(), torch.device(device)
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    store = store_of_this_attempt(store, rank, ranks)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=store, rank=rank, world_size=ranks)
+    return rank, ranks, torch.device(device)
+
+
+def store_of_this_attempt(store, rank, ranks):
+    """
+    A store without the keys of earlier attempts. torchrun keeps one store over its restarts, and a rank that reads
+    the address of a process that is gone can't connect. Nor do nodes agree on the number of restarts: each counts its own.
+    So rank 0 draws a name for the attempt and tells it to every rank that can answer.
+    """
+    name = secrets.token_hex(8)
+    if rank:
+        store.set(f"hello/{rank}", name)
+        attempt = store.get(f"attempt of {name}").decode()  # waits for rank 0
+        store.set(f"{attempt}/answer/{rank}", "")
+        return dist.PrefixStore(attempt, store)
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    waiting = set(range(1, ranks))
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"{name}/answer/{other}"]):
+                waiting.remove(other)
+            elif store.check([f"hello/{other}"]):  # perhaps of a process that is gone: the living one will overwrite it
+                store.set(f"attempt of {store.get(f'hello/{other}').decode()}", name)
+        if time.monotonic() > deadline:
+            raise TrainError(f"ranks {sorted(waiting)} did not come within {store.timeout}: is train.py running on every node?")
+        time.sleep(0.02)
+    return dist.PrefixStore(name, store)
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
