@@ -16,6 +16,7 @@ import torch.distributed as dist
 import config as configs
 import data
 import train
+from checkpoint import CheckpointError
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 SMALL = """
@@ -230,7 +231,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_used(arguments, ca
     for name in "ckpt.pt", "ckpt.prev.pt":
         with open(os.path.join(config.out, name), "wb") as file:
             file.write(b"no")
-    with pytest.raises(train.TrainError, match="--fresh=true starts over"):
+    with pytest.raises(CheckpointError, match="--fresh=true starts over"):
         go(run)
 
 
@@ -246,7 +247,7 @@ def test_a_full_disk_does_not_cost_the_last_good_checkpoint(arguments, monkeypat
         real(content, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(train.TrainError, match="ckpt.pt could not be written.*kept"):
+    with pytest.raises(CheckpointError, match="ckpt.pt could not be written.*kept"):
         go(arguments())  # step 4 is saved, step 8 is not (and said), step 12, the last, is an error
     assert "No space left" in capsys.readouterr().out
     assert train.load(os.path.join(config.out, "ckpt.pt"))["step"] == 4
@@ -278,7 +279,7 @@ def test_fine_tuning_starts_from_the_weights_of_another_run(arguments):
     assert tuned[0]["loss"] < first[0]["loss"] - 0.5
     with pytest.raises(train.TrainError, match="holds another model"):
         go(arguments("wrong", init_from=configs.load(arguments("first")).out, bottleneck="none", layers=1))
-    with pytest.raises(train.TrainError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         go(arguments("none", init_from="nowhere"))
 
 

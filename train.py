@@ -18,10 +18,8 @@ import os
 import platform
 import secrets
 import signal
-import subprocess
 import sys
 import time
-import zipfile
 
 import torch
 import torch.distributed as dist
@@ -30,10 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 import config as configs
 import data
 import plot
+from checkpoint import CheckpointError, checkpoint_path, commit, load, load_newest, save
 from dpb import DeepParityBottleneck, update_moments
 from model import GPT
 from optim import MuonAdam, schedule, split_parameters
-from tokenizer import load_tokenizer
+from tokenizer import load_tokenizer, pack_tokenizer
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "4090": 165e12}  # dense bfloat16, per second
 
@@ -110,64 +109,6 @@ def micro_steps(config, ranks):
     return next(n for n in range(1, sequences + 1) if sequences % n == 0 and sequences // n <= most)
 
 
-# Checkpoints. torch.save writes a zip file with a checksum for each tensor, so zipfile can tell whether it is whole.
-
-
-def save(path, content, keep=False):
-    """Write, flush to disk, rename: the file is whole or the old one. keep: the old one stays as PATH with .prev."""
-    temporary = f"{path}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if keep and os.path.exists(path):
-            os.replace(path, previous(path))
-        os.replace(temporary, path)
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        raise TrainError(f"{path} could not be written ({error}); what was there before is kept") from error
-
-
-def previous(path):
-    return path.replace(".pt", ".prev.pt")
-
-
-def load(path):
-    """The content of a checkpoint, or an error that says what is wrong with it."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            if file.testzip() is not None:
-                raise zipfile.BadZipFile("its checksum is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise TrainError(f"there is no checkpoint {path}") from None
-    except Exception as error:
-        raise TrainError(f"{path} is damaged or no checkpoint ({error})") from error
-
-
-def load_newest(out):
-    """The newest whole checkpoint of a run, or None; says so where it had to take the previous one."""
-    path = os.path.join(out, "ckpt.pt")
-    problems = []
-    for candidate in (path, previous(path)):
-        if os.path.exists(candidate):
-            try:
-                content = load(candidate)
-                for problem in problems:
-                    say(f"{problem}; going on from {candidate}, step {content['step']}")
-                return content
-            except TrainError as error:
-                problems.append(error)
-    if problems:
-        raise TrainError(f"{'; '.join(map(str, problems))}. --fresh=true starts over")
-    return None
-
-
 # Evaluation
 
 
@@ -242,16 +183,6 @@ def say(text):
     if int(os.environ.get("RANK", 0)) == 0:
         clear = "\r\x1b[K" if sys.stderr.isatty() else ""
         print(clear + str(text), flush=True)
-
-
-def commit():
-    """The commit of this code, marked where files were changed since; None outside of git."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    try:
-        return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="], cwd=here, check=True,
-                              capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def write_config(config, model, ranks, device):
@@ -344,13 +275,16 @@ def train(config):
             module.passes = ranks * micros
     optimizer = MuonAdam(*split_parameters(model), config.muon_lr, config.adam_lr, weight_decay=config.weight_decay)
     step, best = 0, math.inf
-    checkpoint = None if config.fresh else load_newest(config.out)
+    checkpoint = None if config.fresh else load_newest(config.out, say)
     if checkpoint:
         changed = configs.differences(config, checkpoint["config"])
         if changed:
             listed = ", ".join(f"{key} (was {checkpoint['config'][key]}, now {getattr(config, key)})" for key in changed)
             raise TrainError(f"{config.out} holds a run with another config: {listed}. Restore it, choose another --out, or "
                              "start over with --fresh=true")
+        if checkpoint["tokenizer"]["id"] != train_tokens.tokenizer_id:
+            raise TrainError(f"{config.out} was trained on data of another tokenizer than {config.data}'s: give its own --data, "
+                             "or start over with --fresh=true")
         model.load_state_dict(checkpoint["model"])
         if checkpoint["step"] >= config.max_steps or checkpoint["stopped"]:
             say(f"{config.out} is finished, at step {checkpoint['step']}. --fresh=true starts over")
@@ -359,7 +293,7 @@ def train(config):
         step, best = checkpoint["step"], checkpoint["best"]
         say(f"continuing {config.out} from step {step}")
     elif config.init_from:
-        path = config.init_from if config.init_from.endswith(".pt") else os.path.join(config.init_from, "best.pt")
+        path = checkpoint_path(config.init_from)
         try:
             model.load_state_dict(load(path)["model"])
         except RuntimeError as error:
@@ -390,7 +324,7 @@ def train(config):
     def contents(whole=True):
         found = {"config": dataclasses.asdict(config) | {"bits": list(config.bits), "active": list(config.active),
                                                          "children": list(config.children)},
-                 "step": step, "best": best, "stopped": stopped, "tokenizer": train_tokens.tokenizer_id, "model": model.state_dict()}
+                 "step": step, "best": best, "stopped": stopped, "tokenizer": pack_tokenizer(encoding), "model": model.state_dict()}
         return found | {"optimizer": optimizer.state_dict()} if whole else found
 
     def save_run(must=False):
@@ -398,7 +332,7 @@ def train(config):
         if rank == 0:
             try:
                 save(os.path.join(config.out, "ckpt.pt"), content, keep=True)
-            except TrainError as error:
+            except CheckpointError as error:
                 if must:
                     raise
                 say(f"{error}. Going on; the last good checkpoint is older")
@@ -482,7 +416,7 @@ def stop_soon(number, asked):
 def save_best(config, content):
     try:
         save(os.path.join(config.out, "best.pt"), content)
-    except TrainError as error:
+    except CheckpointError as error:
         say(error)
 
 
@@ -526,7 +460,7 @@ def finish(config):
 def main():
     try:
         train(configs.load(sys.argv[1:]))
-    except (TrainError, configs.ConfigError, data.DataError) as error:
+    except (TrainError, CheckpointError, configs.ConfigError, data.DataError) as error:
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:
         sys.exit("train.py: left at once; the last checkpoint is kept")
