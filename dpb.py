@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import attach_scores, chunks, parity_decode, score_children, search_children, select_distinct
+from kernels import attach_scores, chunks, parity_decode, search_children, select_distinct
 from kloosterman import log2_width
 
 
@@ -156,13 +156,16 @@ class DeepParityBottleneck(nn.Module):
         z = (fixed.to(mean.dtype) - mean) * rstd  # (N, d)
         root = torch.zeros(len(z), 1, dtype=torch.int64, device=z.device)
         found = [select_distinct(z, root, generators, self.active[0])]
-        if self.training and self.standardise:
+        learns = self.training and self.standardise
+        if learns:
             self.collect(z)
+        sampled = self.sampled_tokens(len(z)) if learns else root[:0, 0]
         for number in range(1, len(self.active)):
             parents = found[-1][0]  # (N, K_{l-1})
-            found.append(search_children(fixed, parents, *self.level(number), self.active[number], self.method))
-            if self.training and self.standardise:
-                self.collect_children(number, fixed, parents)
+            *chosen, scores = search_children(fixed, parents, *self.level(number), self.active[number], self.method, sampled)
+            found.append(chosen)
+            if learns:
+                self.collect_children(number, parents[sampled], scores)
         indices, z = (torch.cat(parts, dim=1) for parts in zip(*found))  # (N, K)
         coefs = attach_scores(z, indices, flat, self.var.rsqrt()[indices], self.m)
         shape = *x.shape[:-1], sum(self.active)
@@ -183,27 +186,26 @@ class DeepParityBottleneck(nn.Module):
         """Sums of level 0, from all tokens."""
         self.sums[:, : self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)])
 
-    @torch.no_grad()
-    def collect_children(self, number, x, parents):
-        """Sums of a level >= 1, from evenly spaced tokens.
+    def sampled_tokens(self, N):
+        """Those of N tokens from which the sums of levels >= 1 are taken, evenly spaced.
 
         The spacing is a power of two, so that it divides the batch alike however it is cut into passes, and the offset
         moves with every update.
         """
-        generators, mean, rstd, low = self.level(number)
-        spacing = 1 << max(1, min(len(x), len(x) * self.passes // self.samples)).bit_length() - 1
-        rows = self.updates * 0x9E3779B1 % spacing + torch.arange(0, len(x) // spacing * spacing, spacing, device=x.device)
-        for part in chunks(len(rows), len(mean), 2 ** 26):
-            some, theirs = x[rows[part]], parents[rows[part]]
-            z = score_children(some, theirs, generators, mean, rstd, low, self.method)  # (R, P*D)
-            children = (theirs[:, :, None] ^ generators).flatten(1)
-            # A child reached from two parents of a token counts once: the copy whose place ends up in `owner`. That is
-            # written before it is read wherever it is read, so its size costs nothing.
-            place = torch.arange(z.shape[1], dtype=torch.int32, device=x.device).expand(z.shape)
-            owner = torch.empty(len(z), len(mean), dtype=torch.int32, device=x.device).scatter_(1, children - low, place)
-            once = (owner.gather(1, children - low) == place).to(z.dtype)
-            values = torch.stack([once, torch.where(once > 0, z, 0), torch.where(once > 0, z * z, 0)])
-            self.sums.index_add_(1, children.flatten(), values.view(3, -1).to(self.sums.dtype))
+        spacing = 1 << max(1, min(N, N * self.passes // self.samples)).bit_length() - 1
+        return self.updates * 0x9E3779B1 % spacing + torch.arange(0, N // spacing * spacing, spacing, device=self.mean.device)
+
+    @torch.no_grad()
+    def collect_children(self, number, parents, z):
+        """Sums of a level >= 1, from the scores z (R, P*D) of the children of parents (R, P)."""
+        generators, mean, _, low = self.level(number)
+        children = (parents[:, :, None] ^ generators).flatten(1).sub_(low)
+        own = self.sums[:, low : low + len(mean)]
+        for part in chunks(len(z), len(mean), 2 ** 26):  # laid out by feature, a child of two parents of a token counts once
+            found = torch.zeros(2, part.stop - part.start, len(mean), dtype=z.dtype, device=z.device)
+            found[0].scatter_(1, children[part], 1.0)
+            found[1].scatter_(1, children[part], z[part])
+            own += torch.stack([*found.sum(1), found[1].square_().sum(0)])
 
     def _apply(self, fn, recurse=True):
         """Moments stay in float32 where the rest of a model is made bfloat16 or float16."""
@@ -219,18 +221,34 @@ class DeepParityBottleneck(nn.Module):
         self.sums.zero_()  # a checkpoint is the end of a step
 
 
-def rescale(y, x):
-    """y with the norm and the type of x, row by row; zero where either is zero."""
-    size = norm(y)
-    return (y * (norm(x) / torch.where(size > 0, size, 1))).to(x.dtype)
+class Rescale(torch.autograd.Function):
+    """y with the norm and the type of x, row by row: y |x| / |y|; zero where either is zero.
+
+    With u = y / |y|, the gradients of g are |x| / |y| (g - u <u, g>) to y and <u, g> x / |x| to x. Only y, x and the norms
+    are kept for them. Norms are taken in float64, where no float32 overflows or vanishes.
+    """
+
+    @staticmethod
+    def forward(ctx, y, x):
+        sizes = [torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for v in (y, x)]  # (..., 1)
+        ctx.save_for_backward(y, x, *sizes)
+        return (y * Rescale.ratio(*reversed(sizes), y)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, x, of_y, of_x = ctx.saved_tensors
+        grad, one = grad.to(y.dtype), torch.ones_like(of_y)
+        u = y * Rescale.ratio(one, of_y, y)
+        along = (u * grad).sum(-1, keepdim=True)
+        return torch.addcmul(grad, u, -along).mul_(Rescale.ratio(of_x, of_y, y)), (x * (along * Rescale.ratio(one, of_x, y))).to(x.dtype)
+
+    @staticmethod
+    def ratio(above, below, like):
+        """above / below, or above / 1 where below is zero."""
+        return (above / torch.where(below == 0, 1, below)).to(like.dtype)
 
 
-def norm(x):
-    """|x| over the last dimension, kept, in float32 at least; without overflow or underflow, since the largest entry is taken out."""
-    x = x if x.dtype == torch.float64 else x.float()
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    largest = torch.where(largest == 0, 1, largest)
-    return largest * torch.linalg.vector_norm(x / largest, dim=-1, keepdim=True)
+rescale = Rescale.apply
 
 
 @torch.no_grad()

@@ -208,12 +208,19 @@ def test_search_is_score_and_select_in_one(use, path, method):
     expected = kernels.select_distinct(z, *arguments[1:3], 7)
     for got, want in zip(kernels.search_children(*arguments, 7, method), expected):
         assert torch.equal(got, want)
+    rows = torch.tensor([0, 3, len(z) - 1])
+    assert torch.equal(kernels.search_children(*arguments, 7, method, rows)[2], z[rows])
 
 
-def test_prefilter_keeps_the_largest():
-    z = torch.randint(-1000, 1000, (20, 1024), generator=torch.Generator().manual_seed(0)).float()
-    kept = z.gather(1, kernels.prefilter(z, 32)).abs().sort(1, descending=True).values
-    assert torch.equal(kept, z.abs().sort(1, descending=True).values[:, :32])
+@pytest.mark.parametrize("C, keep", [(1024, 32), (1000, 32), (96, 40), (40, 40)])
+def test_prefilter_leaves_out_nothing_above_its_bound(C, keep):
+    z = torch.randn(50, C, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 50)[:, None]
+    best, bound = kernels.prefilter(z, keep)
+    assert all(len(set(row)) == keep for row in best.tolist())
+    left_out = kernels.magnitude(z).scatter(1, torch.from_numpy(best).long(), -1).amax(1)
+    assert (left_out <= torch.from_numpy(bound)).all()
+    smallest_kept = kernels.magnitude(z).gather(1, torch.from_numpy(best).long()).amin(1)
+    assert keep == C or (bound < smallest_kept.numpy() * 1.001).all()  # it is a tight one
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -266,7 +273,7 @@ def test_operators_pass_opcheck():
         (kernels.score_op, (x, parents, generators, mean, rstd, low, "gemm")),
         (kernels.score_op, (x, parents, generators, mean, rstd, low, "transform")),
         (kernels.select_op, (z, parents, generators, 5)),
-        (kernels.search_op, (x.detach(), parents, generators, mean, rstd, low, 5, "transform")),
+        (kernels.search_op, (x.detach(), parents, generators, mean, rstd, low, 5, torch.tensor([0, 2]), "transform")),
         (kernels.attach_op, (torch.randn(4, 6), indices, x, torch.rand(4, 6), 1024)),
     ]:
         assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
