@@ -1,20 +1,194 @@
-"""How fast the bottleneck is, as a ratio to the dense transformer block around it.
+"""How fast training is, as a ratio to the dense model of the same shape, and where the bottleneck's time goes.
 
-    python bench.py dpb [--d 1024] [--levels 2] [--tokens 1024] [--repeats 7]
+    python bench.py                     training passes of dense, parity and learned TopK models: the paper's table
+    python bench.py dpb                 the bottleneck's parts, beside what they cannot avoid
+    python bench.py scale               its cost as m, K, D and d grow
+    python bench.py generate            tokens per second of generation
+    python bench.py predict             the cost on GPUs that are not here, predicted from machine code (predict.py)
 
-All variants run in turn, again and again, in one process, so that a busy machine slows them alike; the medians are
-compared. The block is one layer of a GPT-2-style model of width d: attention with heads of 128 and an MLP of 4d.
+All that is compared runs in turn, again and again, so that a busy machine slows it alike; medians are compared.
+
+The table: each variant lives in a process of its own, which runs one pass when told to, so that peak memory is its own
+and one that does not fit dies alone. A pass is forward and backward of one micro-batch. The optimiser runs once in
+batch_tokens of a config, 512 such passes on a CPU, and is left out; --optimiser times it and adds its share. The tiny
+models, whose batch is one pass, always have it.
 """
 import argparse
+import contextlib
+import json
+import os
+import resource
 import statistics
+import subprocess
+import sys
 import time
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import config as configs
 import kernels
-from dpb import DeepParityBottleneck
+from dpb import DeepParityBottleneck, update_moments
+from model import GPT
+from optim import MuonAdam, split_parameters
+
+# variants of a row, and the paper's overhead on 4 H200
+ROWS = {"small_2l": {"parity": 1.47, "flat": None, "topk": 4.62}, "small_3l": {"parity": 2.06, "flat": None, "topk": 16.4},
+        "large_2l": {"parity": 1.22, "topk": 3.15}, "large_3l": {"parity": 1.55, "topk": None},
+        "tiny": {"parity": None, "flat": None, "topk": None}}
+SETTINGS = {"dense": {"bottleneck": "none"}, "parity": {}, "flat": {"selection": "flat"}, "topk": {"bottleneck": "topk"}}
+HERE = os.path.dirname(os.path.abspath(__file__))
+GIB = 2 ** 30
+
+
+# The table
+
+
+def settings(row, variant, layers):
+    config = configs.load([os.path.join(HERE, "configs", f"{row}.py")])
+    for key, value in (SETTINGS[variant] | ({"layers": layers} if layers else {})).items():
+        setattr(config, key, value)
+    return configs.check(config)
+
+
+def work(row, variant, layers, batch, optimiser):
+    """A worker: builds the model, then runs a pass for every line it reads and answers with its seconds."""
+    config, device = settings(row, variant, layers), "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    base = memory(device)
+    model = GPT(config).to(device)
+    run = torch.compile(model) if device == "cuda" else model
+    rule = MuonAdam(*split_parameters(model), config.muon_lr, config.adam_lr) if optimiser else None
+    tokens = torch.randint(0, min(config.vocab_size, 50257), (batch, config.context + 1), device=device)
+
+    def one_pass(tokens):
+        with torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
+            model.total_loss(run(tokens[:, :-1], tokens[:, 1:])).backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def timed(function, *arguments):
+        start = time.perf_counter()
+        function(*arguments)
+        return time.perf_counter() - start
+
+    one_pass(tokens if device == "cuda" else tokens[:, : config.context // 8])  # tables, kernels
+    update_moments(model)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        seconds = timed(one_pass, tokens)
+        if optimiser:
+            share = batch * config.context / config.batch_tokens
+            seconds += share * (timed(rule.step) + timed(update_moments, model))
+            if device == "cuda":
+                torch.cuda.synchronize()
+        model.zero_grad()
+        print(json.dumps({"seconds": seconds, "memory": memory(device) - base}), flush=True)
+
+
+def memory(device):
+    """Peak bytes so far."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def room():
+    """Bytes that can still be had: of the GPU, or of the machine's memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")
+
+
+def start(row, variant, options):
+    """A worker that is ready, or the reason why there is none."""
+    config = settings(row, variant, options.layers_of(row))
+    with torch.device("meta"):
+        weights = GPT(config).count_parameters()
+    optimiser = options.optimiser or row == "tiny"
+    need = weights * 4 * (4 if optimiser else 2) + 3 * options.batch * config.context * (config.vocab_size * 4 + 40 * config.d * config.layers)
+    if need > room():
+        return f"does not fit: needs about {need / GIB:.0f} GiB, {room() / GIB:.0f} are free"
+    arguments = [row, variant, options.layers_of(row), 8 if row == "tiny" else options.batch, optimiser]
+    worker = subprocess.Popen([sys.executable, os.path.join(HERE, "bench.py"), "worker", json.dumps(arguments)], text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return worker if worker.stdout.readline() == "ready\n" else "does not fit: its process was killed" if worker.wait() else "failed"
+
+
+def ask(worker):
+    """One pass of a worker."""
+    with contextlib.suppress(BrokenPipeError, ValueError):
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+        return json.loads(worker.stdout.readline())
+    return None
+
+
+def measure(row, options):
+    """{variant: result or reason} of one row, all variants in turn."""
+    variants = [name for name in ("dense", *ROWS[row]) if name in options.variants]
+    workers, results = {}, {}
+    for variant in variants:
+        progress(f"{row}: starting {variant}")
+        workers[variant] = start(row, variant, options)
+    results = {variant: worker if isinstance(worker, str) else [] for variant, worker in workers.items()}
+    for turn in range(options.repeats * (10 if row == "tiny" else 1)):
+        for variant, worker in workers.items():
+            if isinstance(results[variant], str) or sum(pass_["seconds"] for pass_ in results[variant]) > options.patience:
+                continue
+            progress(f"{row}: {variant}, pass {turn + 1} of {options.repeats * (10 if row == 'tiny' else 1)}")
+            answer = ask(worker)
+            results[variant] = "does not fit: its process was killed" if answer is None else results[variant] + [answer]
+    for worker in workers.values():
+        if not isinstance(worker, str):
+            worker.stdin.close()
+            worker.wait()
+    return results
+
+
+def table(options):
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads, float32"
+    print(f"{device}; {options.batch} x 1024 tokens a pass (tiny: 8 x 128); overhead: time against dense, in the same run")
+    print(f"{'row':10} {'variant':8} {'layers':>6} {'tokens/s':>9} {'seconds':>8} {'least':>7} {'most':>7} {'overhead':>9} {'paper':>6} "
+          f"{'peak GiB':>9} {'of dense':>9}")
+    rows = []
+    for row in options.rows:
+        results = measure(row, options)
+        progress("")
+        dense = results.get("dense")
+        for variant, passes in results.items():
+            config = settings(row, variant, options.layers_of(row))
+            paper = ROWS[row].get(variant)
+            paper = f"{paper:.2f}x" if paper else ""
+            if isinstance(passes, str):
+                print(f"{row:10} {variant:8} {config.layers:6} {passes}{f' (paper: {paper})' if paper else ''}")
+                rows.append({"row": row, "variant": variant, "layers": config.layers, "problem": passes})
+                continue
+            seconds = sorted(pass_["seconds"] for pass_ in passes)
+            median, peak = statistics.median(seconds), passes[-1]["memory"]
+            tokens = (8 if row == "tiny" else options.batch) * config.context
+            compared = isinstance(dense, list)
+            ratio = median / statistics.median(pass_["seconds"] for pass_ in dense) if compared else None
+            share = peak / dense[-1]["memory"] if compared else None
+            print(f"{row:10} {variant:8} {config.layers:6} {tokens / median:9,.0f} {median:8.3f} {seconds[0]:7.3f} {seconds[-1]:7.3f} "
+                  f"{f'{ratio:8.3f}x' if compared else '':>9} {paper:>6} {peak / GIB:9.2f} {f'{share:8.3f}x' if compared else '':>9}")
+            rows.append({"row": row, "variant": variant, "layers": config.layers, "tokens_per_second": tokens / median,
+                         "ratio": ratio, "peak_memory": peak, "seconds": seconds})
+    if options.json:
+        from checkpoint import commit
+        with open(options.json, "w") as file:
+            json.dump({"device": device, "commit": commit(), "torch": torch.__version__, "rows": rows}, file, indent=2)
+
+
+def progress(text):
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+# One layer and its parts
 
 
 class DenseBlock(nn.Module):
@@ -35,17 +209,28 @@ class DenseBlock(nn.Module):
 
 
 def interleaved(runs, repeats):
-    """Median seconds of each function, all of them run in turn `repeats` times after a warm-up."""
+    """Median, least and most seconds of each function, all of them run in turn `repeats` times after a warm-up."""
     times = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
-            start = time.perf_counter()
+            progress(f"turn {turn} of {repeats}: {name}")
+            begin = time.perf_counter()
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if turn:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.perf_counter() - begin)
+    progress("")
     return {name: (statistics.median(t), min(t), max(t)) for name, t in times.items()}
+
+
+def there_and_back(module, x):
+    grad = torch.randn_like(x)
+
+    def run():
+        v = x.clone().requires_grad_()
+        module(v).backward(grad)
+    return run
 
 
 def bench_dpb(d, levels, tokens, repeats):
@@ -55,55 +240,131 @@ def bench_dpb(d, levels, tokens, repeats):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     block = DenseBlock(d).to(device, dtype)
-    x, grad = torch.randn(2, 1, tokens, d, device=device, dtype=dtype)
-
-    def there_and_back(module):
-        def run():
-            v = x.clone().requires_grad_()
-            module(v).backward(grad)
-        return run
-
+    x = torch.randn(1, tokens, d, device=device, dtype=dtype)
     ways = {method: DeepParityBottleneck(d, **shape, method=method).to(device) for method in ("auto", "gemm", "transform")}
+    ways["flat"] = DeepParityBottleneck(d, **shape, selection="flat").to(device)
     layer, flat = ways["auto"], x[0]
     with torch.no_grad():
         code = layer.encode(x)
         indices, coefs = code.indices[0], code.coefs[0]
-    runs = {"dense block, forward + backward": there_and_back(block)}
-    runs |= {f"bottleneck ({name}), forward + backward": there_and_back(way) for name, way in ways.items()}
+    # name: (run, operations, bytes): multiply-adds or additions, and bytes of memory, that the part cannot do without
+    size, K, row = dtype.itemsize, sum(layer.active), tokens * d
+    runs = {"dense block, forward + backward": (there_and_back(block, x), 36 * d * row + 6 * tokens * row // 2, 0)}
+    runs |= {f"bottleneck ({name}), forward + backward": (there_and_back(way, x), 0, 0) for name, way in ways.items()}
+    runs["  copy of the input"] = (lambda: flat.clone(), 0, 2 * row * size)
+    root = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
+    runs["  select level 0"] = (lambda: kernels.select_distinct(flat, root, layer.level(0)[0], layer.active[0]), 0, row * size)
     parents = indices[:, : layer.active[0]].contiguous()
     for level in range(1, levels):
         arguments = (flat, parents, *layer.level(level))
-        for method in "gemm", "transform":
-            runs[f"  score level {level} by {method}"] = lambda a=arguments, m=method: kernels.score_children(*a, m)
+        features, C = layer.lows[level + 1] - layer.lows[level], parents.shape[1] * 256
+        for method, operations in ("gemm", C * row), ("transform", features * t * tokens):
+            runs[f"  score level {level} by {method}"] = (lambda a=arguments, m=method: kernels.score_children(*a, m), operations,
+                                                          row * size + 4 * tokens * C)
         z = kernels.score_children(*arguments)
-        runs[f"  select level {level}"] = lambda z=z, a=arguments, k=layer.active[level]: kernels.select_distinct(z, *a[1:3], k)
-        start = sum(layer.active[:level])
-        parents = indices[:, start : start + layer.active[level]].contiguous()
-    runs["  decode (also the backward of the scores)"] = lambda: kernels.parity_decode(indices, coefs, d, layer.m)
-    runs["  dot (the backward of decode)"] = lambda: kernels.parity_dot(indices, flat, layer.m)
+        runs[f"  select level {level}"] = (lambda z=z, a=arguments, k=layer.active[level]: kernels.select_distinct(z, *a[1:3], k), 0, 4 * tokens * C)
+        begin = sum(layer.active[:level])
+        parents = indices[:, begin : begin + layer.active[level]].contiguous()
+    hashed = (K - layer.active[0]) * row
+    runs["  decode (also the backward of the scores)"] = (lambda: kernels.parity_decode(indices, coefs, d, layer.m), hashed, row * 4)
+    runs["  dot (the backward of decode)"] = (lambda: kernels.parity_dot(indices, flat, layer.m), hashed, row * size)
 
     chosen = [kernels.scoring_method(device, d, layer.active[n - 1], layer.fan_out[n - 1], layer.lows[n + 1] - layer.lows[n])
               for n in range(1, levels)]
     print(f"d={d}, levels {shape['bits']} / {shape['active']} / {shape['children']}, {tokens} tokens, {device}, "
           f"{torch.get_num_threads()} threads, {str(dtype)[6:]}; auto is {', '.join(chosen)}")
-    print(f"{'':44} {'median ms':>10} {'least':>8} {'most':>8} {'of dense':>9}")
-    results = interleaved(runs, repeats)
+    print(f"{'':44} {'median ms':>10} {'least':>8} {'most':>8} {'of dense':>9} {'Gop/s':>7} {'GB/s':>6}")
+    results = interleaved({name: run for name, (run, _, _) in runs.items()}, repeats)
     dense = results["dense block, forward + backward"][0]
     for name, (median, least, most) in results.items():
-        print(f"{name:44} {median * 1e3:10.1f} {least * 1e3:8.1f} {most * 1e3:8.1f} {median / dense:9.3f}")
+        _, operations, moved = runs[name]
+        print(f"{name:44} {median * 1e3:10.1f} {least * 1e3:8.1f} {most * 1e3:8.1f} {median / dense:9.3f} "
+              f"{f'{operations / median / 1e9:7.1f}' if operations else '':>7} {f'{moved / median / 1e9:6.1f}' if moved else '':>6}")
+    print("Gop/s: multiply-adds (of a transform and a decode, additions) that the part cannot do without, by its time; GB/s: bytes likewise")
+
+
+def bench_scale(tokens, repeats):
+    """One layer, forward and backward, as one thing grows and the others stay."""
+    base = dict(d=1024, n=15, K=(16, 32), D=256)
+    sweeps = {"m": [dict(n=n) for n in (12, 14, 16, 18, 20)], "K": [dict(K=(k, 2 * k)) for k in (4, 8, 16, 32)],
+              "D": [dict(D=D) for D in (64, 128, 256, 512)], "d": [dict(d=d) for d in (256, 512, 1024, 2048)]}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"d=1024, m=2^15, K=16+32, D=256 but for what is named; {tokens} tokens, forward + backward, {device}; median ms, of the first")
+    print(f"{'':16} {'gemm':>16} {'transform':>16}")
+    for swept, values in sweeps.items():
+        runs = {}
+        for change in values:
+            shape = base | change
+            d, n = shape["d"], min(shape["n"], 2 * (shape["d"].bit_length() - 1))
+            for method in "gemm", "transform":
+                if method == "transform" and n > 16:
+                    continue  # all 2^n features at once: its cost is their number
+                layer = DeepParityBottleneck(d, (d.bit_length() - 1, n), shape["K"], (max(shape["D"], 2 ** max(0, n - 10)),), method=method) \
+                    if swept != "m" else DeepParityBottleneck(d, (10, n), shape["K"], (1024,), method=method)
+                x = torch.randn(tokens, d, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+                name = {"m": f"m = 2^{n}, D=1024", "K": f"K = {shape['K'][0]}+{shape['K'][1]}", "D": f"D = {shape['D']}", "d": f"d = {d}"}[swept]
+                runs[name, method] = there_and_back(layer.to(device), x)
+        results = interleaved(runs, repeats)
+        for name in dict.fromkeys(name for name, _ in runs):
+            cells = []
+            for method in "gemm", "transform":
+                if (name, method) in results:
+                    first = next(value[0] for key, value in results.items() if key[1] == method)
+                    cells.append(f"{results[name, method][0] * 1e3:8.1f} {results[name, method][0] / first:6.2f}x")
+                else:
+                    cells.append(" " * 16)
+            print(f"{name:16} {cells[0]:>16} {cells[1]:>16}")
+
+
+def bench_generate(options):
+    """Tokens per second of generation with the KV cache, dense and parity in turn."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{'row':10} {'batch':>5} {'dense tokens/s':>15} {'parity tokens/s':>16} {'overhead':>9}    {options.tokens} tokens after a prompt of 16; {device}")
+    for row in options.rows:
+        models = {variant: GPT(settings(row, variant, options.layers_of(row))).to(device).eval() for variant in ("dense", "parity")}
+        for batch in 1, 16:
+            prompt = torch.randint(0, 1500, (batch, 16), device=device)
+            results = interleaved({name: lambda m=m: list(m.generate(prompt, options.tokens, temperature=0)) for name, m in models.items()}, options.repeats)
+            dense, parity = (batch * options.tokens / results[name][0] for name in ("dense", "parity"))
+            print(f"{row:10} {batch:5} {dense:15,.1f} {parity:16,.1f} {dense / parity:8.3f}x")
 
 
 def main():
+    if sys.argv[1:2] == ["worker"]:
+        return work(*json.loads(sys.argv[2]))
+    if sys.argv[1:2] == ["predict"]:
+        import predict
+        return predict.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["dpb"])
-    parser.add_argument("--d", type=int, default=1024, help="width, a power of two from 128 to 8192")
-    parser.add_argument("--levels", type=int, default=2, choices=[2, 3])
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("what", nargs="?", default="table", choices=["table", "dpb", "scale", "generate", "predict"])
+    parser.add_argument("--rows", help="of the table and of generate, as in small_2l,tiny", default=None)
+    parser.add_argument("--variants", default="dense,parity,flat,topk")
+    parser.add_argument("--layers", type=int, help="of the paper's models; by default all, but 4 of the large ones on a CPU")
+    parser.add_argument("--batch", type=int, help="sequences a pass; 1 on a CPU, 16 on a GPU", default=16 if torch.cuda.is_available() else 1)
+    parser.add_argument("--optimiser", action="store_true", help="add the optimiser's share to a pass of the paper's models")
+    parser.add_argument("--patience", type=float, default=60, help="seconds after which a variant gets no further pass")
+    parser.add_argument("--json", help="a file for the results")
+    parser.add_argument("--repeats", type=int, help="3 for the table, 7 else")
+    parser.add_argument("--d", type=int, default=1024, help="of dpb: width, a power of two from 128 to 8192")
+    parser.add_argument("--levels", type=int, default=2, choices=[2, 3], help="of dpb")
+    parser.add_argument("--tokens", type=int, help="1024 for dpb, 256 for scale, 32 for generate")
     options = parser.parse_args()
+    default = {"generate": "tiny,small_2l"}.get(options.what, ",".join(ROWS))
+    options.rows = (options.rows or default).split(",")
+    options.variants = options.variants.split(",")
+    unknown = [name for name in options.rows if name not in ROWS] + [name for name in options.variants if name not in SETTINGS]
+    if unknown:
+        parser.error(f"there is no {unknown[0]}: rows are {', '.join(ROWS)}, variants {', '.join(SETTINGS)}")
+
+    def layers_of(row):
+        return None if row == "tiny" else options.layers or (4 if row.startswith("large") and not torch.cuda.is_available() else None)
+    options.layers_of = layers_of
+    options.repeats = options.repeats or (3 if options.what == "table" else 7)
+    options.tokens = options.tokens or {"scale": 256, "generate": 32}.get(options.what, 1024)
     try:
-        bench_dpb(options.d, options.levels, options.tokens, options.repeats)
-    except ValueError as error:
+        {"table": lambda: table(options), "scale": lambda: bench_scale(options.tokens, options.repeats), "generate": lambda: bench_generate(options),
+         "dpb": lambda: bench_dpb(options.d, options.levels, options.tokens, options.repeats)}[options.what]()
+    except (ValueError, configs.ConfigError) as error:
         raise SystemExit(f"bench.py: {error}")
 
 

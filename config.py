@@ -15,7 +15,7 @@ import types
 import typing
 from dataclasses import dataclass
 
-from dpb import DeepParityBottleneck
+from dpb import SELECTIONS, DeepParityBottleneck
 from model import BOTTLENECKS, SITES
 
 
@@ -37,6 +37,7 @@ class Config:
     active: tuple[int, ...] = (16, 32)      # K_l: active features of each level
     children: tuple[int, ...] = (256,)      # D_l: children scored per parent, levels 1, 2, ...
     standardise: bool = True                # scores by their running mean and variance; False is an ablation
+    selection: str = "hierarchical"         # or "flat": the best of all features, without parents and children
     variance_weight: float = 0.0            # weight of the variance loss (the paper's: 0.05)
     reconstruction_weight: float = 0.0      # weight of the reconstruction loss (the paper's: 0.1)
     n_min: int = 8                          # the variance loss counts features active on at least so many tokens
@@ -196,7 +197,7 @@ def check(config):
     for key in ("warmup_steps", "muon_lr", "adam_lr", "weight_decay", "variance_weight", "reconstruction_weight", "stop_tolerance",
                 "micro_batch", "seed"):
         require(getattr(config, key) >= 0, f"{key}={getattr(config, key)} must not be negative")
-    for key, choices in (("bottleneck", BOTTLENECKS), ("site", SITES), ("compile", ("auto", "yes", "no"))):
+    for key, choices in (("bottleneck", BOTTLENECKS), ("site", SITES), ("selection", SELECTIONS), ("compile", ("auto", "yes", "no"))):
         value = getattr(config, key)
         near = difflib.get_close_matches(value, choices, 1, 0.0)
         require(value in choices, f"{key}={value!r} must be one of {', '.join(map(repr, choices))}: did you mean {near and near[0]!r}?")
@@ -212,7 +213,7 @@ def check(config):
             "variance_weight and reconstruction_weight need a bottleneck: set them to 0 for bottleneck='none'")
     if config.bottleneck != "none":
         try:  # the layer knows best what it can be
-            DeepParityBottleneck(config.d, config.bits, config.active, config.children)
+            DeepParityBottleneck(config.d, config.bits, config.active, config.children, selection=config.selection)
         except ValueError as error:
             raise ConfigError(str(error)) from None
     return config

@@ -338,9 +338,9 @@ def read_json(path):
         raise DataError(f"{path} is damaged ({error}). {AGAIN}") from error
 
 
-def write_json(path, content):
+def write_json(path, content, indent=None):
     with open(path + ".tmp", "w") as file:
-        json.dump(content, file)
+        json.dump(content, file, indent=indent)
         publish(file, path)
 
 

@@ -12,6 +12,9 @@ A feature is chosen by |z|, where z = (<phi_i, x> - mean_i) / std_i is also its 
 moments of the feature's own scores, over the tokens where it was a candidate; without them most features die.
 The forward pass in training mode collects sums; call `update_moments(model)` once per optimiser step.
 
+selection="flat" leaves the hierarchy out: all m features are candidates of every token, and the K largest |z| win. The
+transform scores them all exactly, at m log d additions; a learned dictionary would need m d.
+
 Letters as in kernels.py; K = sum of K_l, m = 2^n_{L-1} features in all. There are no parameters.
 """
 import warnings
@@ -23,14 +26,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import attach_scores, chunks, parity_decode, search_children, select_distinct
+from kernels import attach_scores, chunks, magnitude, parity_decode, search_children, select_distinct
 from kloosterman import log2_width
+
+
+SELECTIONS = ("hierarchical", "flat")
 
 
 class Code(NamedTuple):
     """A sparse code: feature indices (..., K), int64, and their signed coefficients (..., K), levels in order.
 
-    Within a level the largest |coefficient| comes first. The two are all that a decoder needs, so whatever reads or
+    Within a level the largest |coefficient| comes first; flat selection puts the largest of all first. The two are all that a decoder needs, so whatever reads or
     edits features works on this.
     """
     indices: torch.Tensor
@@ -92,10 +98,11 @@ class DeepParityBottleneck(nn.Module):
     decay, floor: of the running moments, and the least variance.
     samples: least number of tokens per optimiser step from which the moments of levels >= 1 are taken (below twice as many).
     method: "gemm", "transform" or "auto": how children are scored. The result is the same.
+    selection: "hierarchical", or "flat": the sum of `active` largest of all features; `children` then has no effect.
     """
 
     def __init__(self, d, bits=(10, 15), active=(16, 32), children=(256,), seed=0, standardise=True, decay=0.99,
-                 floor=1e-6, samples=64, method="auto"):
+                 floor=1e-6, samples=64, method="auto", selection="hierarchical"):
         super().__init__()
         t, bits, active, children = log2_width(d), tuple(bits), tuple(active), tuple(children)
         if not len(bits) == len(active) == len(children) + 1:
@@ -109,15 +116,18 @@ class DeepParityBottleneck(nn.Module):
             raise ValueError(f"active[0]={active[0]} must lie in 1..{d}: level 0 has d features")
         if not 0 <= decay < 1 or floor <= 0 or samples < 1:
             raise ValueError(f"decay={decay} must lie in [0, 1), floor={floor} above 0 and samples={samples} above 0")
+        if selection not in SELECTIONS:
+            raise ValueError(f"selection={selection!r} must be one of {', '.join(map(repr, SELECTIONS))}")
         self.d, self.m, self.active, self.fan_out = d, 2 ** bits[-1], active, children
         self.lows = (0, *(2 ** n for n in bits))  # level l holds features lows[l] .. lows[l + 1] - 1
         self.standardise, self.decay, self.floor, self.samples, self.method = standardise, decay, floor, samples, method
+        self.selection = selection
         self.passes = 1  # forward passes that make up one optimiser step: ranks x gradient accumulation
 
         self.register_buffer("mean", torch.zeros(self.m))
         self.register_buffer("var", torch.ones(self.m))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))  # of the moments: says which tokens are sampled
-        for level in range(1, len(bits)):
+        for level in range(1, len(bits)) if selection == "hierarchical" else ():
             words = draw_generators(bits[level - 1], bits[level], children[level - 1], [seed, level], self.lows[level - 1])
             lost = unreachable(words, bits[level - 1], bits[level], self.lows[level - 1])
             if lost:
@@ -151,25 +161,48 @@ class DeepParityBottleneck(nn.Module):
         if x.shape[-1] != self.d:
             raise ValueError(f"the bottleneck has width d={self.d}, but the input has shape {tuple(x.shape)}")
         flat = x.reshape(-1, self.d)  # (N, d)
-        fixed = flat.detach()
-        generators, mean, rstd, _ = self.level(0)
-        z = (fixed.to(mean.dtype) - mean) * rstd  # (N, d)
-        root = torch.zeros(len(z), 1, dtype=torch.int64, device=z.device)
-        found = [select_distinct(z, root, generators, self.active[0])]
-        learns = self.training and self.standardise
-        if learns:
-            self.collect(z)
-        sampled = self.sampled_tokens(len(z)) if learns else root[:0, 0]
-        for number in range(1, len(self.active)):
-            parents = found[-1][0]  # (N, K_{l-1})
-            *chosen, scores = search_children(fixed, parents, *self.level(number), self.active[number], self.method, sampled)
-            found.append(chosen)
-            if learns:
-                self.collect_children(number, parents[sampled], scores)
-        indices, z = (torch.cat(parts, dim=1) for parts in zip(*found))  # (N, K)
+        with torch.no_grad():
+            indices, z = (self.search_levels if self.selection == "hierarchical" else self.search_all)(flat.detach())  # (N, K)
         coefs = attach_scores(z, indices, flat, self.var.rsqrt()[indices], self.m)
         shape = *x.shape[:-1], sum(self.active)
         return Code(indices.view(shape), coefs.view(shape))
+
+    def search_levels(self, x):
+        """The active features of every token and their z: of level 0, then of each level among the children of the one before."""
+        z = self.standardised(x)
+        root = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
+        found = [select_distinct(z, root, self.level(0)[0], self.active[0])]
+        sampled = self.sampled_tokens(len(x))
+        for number in range(1, len(self.active)):
+            parents = found[-1][0]  # (N, K_{l-1})
+            level = self.level(number)
+            *chosen, scores = search_children(x, parents, *level, self.active[number], self.method, sampled)
+            found.append(chosen)
+            self.collect_children(level, parents[sampled], scores)
+        return (torch.cat(parts, dim=1) for parts in zip(*found))
+
+    def search_all(self, x):
+        """As if every feature above level 0 were a child of feature 0; then the best of those and of level 0."""
+        z = self.standardised(x)
+        root = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
+        K, low = sum(self.active), self.d
+        level = torch.arange(low, self.m, device=x.device), self.mean[low:], self.var[low:].rsqrt(), low
+        basis = select_distinct(z, root, torch.arange(low, device=x.device), min(K, low))
+        if self.m == low:
+            return basis
+        sampled = self.sampled_tokens(len(x))
+        *others, scores = search_children(x, root, *level, min(K, self.m - low), self.method, sampled)
+        self.collect_children(level, root[sampled], scores)
+        indices, z = (torch.cat(parts, dim=1) for parts in zip(basis, others))
+        best = magnitude(z).sort(dim=1, descending=True, stable=True).indices[:, :K]  # stable: ties to the lower index
+        return indices.gather(1, best), z.gather(1, best)
+
+    def standardised(self, x):
+        """z of level 0, (N, d), whose sums come from all tokens."""
+        z = (x.to(self.mean.dtype) - self.mean[: self.d]) * self.var[: self.d].rsqrt()
+        if self.training and self.standardise:
+            self.sums[:, : self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)])
+        return z
 
     def decode(self, code, like=None):
         """sum of coefficient times dictionary row, (..., d); with `like`, an input x, scaled to its norm and type."""
@@ -181,24 +214,22 @@ class DeepParityBottleneck(nn.Module):
     def forward(self, x):
         return self.decode(self.encode(x), like=x)
 
-    @torch.no_grad()
-    def collect(self, z):
-        """Sums of level 0, from all tokens."""
-        self.sums[:, : self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)])
-
     def sampled_tokens(self, N):
-        """Those of N tokens from which the sums of levels >= 1 are taken, evenly spaced.
+        """Those of N tokens from which the sums of levels >= 1 are taken: evenly spaced; none in evaluation.
 
         The spacing is a power of two, so that it divides the batch alike however it is cut into passes, and the offset
         moves with every update.
         """
+        if not (self.training and self.standardise):
+            return torch.empty(0, dtype=torch.int64, device=self.mean.device)
         spacing = 1 << max(1, min(N, N * self.passes // self.samples)).bit_length() - 1
         return self.updates * 0x9E3779B1 % spacing + torch.arange(0, N // spacing * spacing, spacing, device=self.mean.device)
 
-    @torch.no_grad()
-    def collect_children(self, number, parents, z):
+    def collect_children(self, level, parents, z):
         """Sums of a level >= 1, from the scores z (R, P*D) of the children of parents (R, P)."""
-        generators, mean, _, low = self.level(number)
+        if not (self.training and self.standardise):
+            return
+        generators, mean, _, low = level
         children = (parents[:, :, None] ^ generators).flatten(1).sub_(low)
         own = self.sums[:, low : low + len(mean)]
         for part in chunks(len(z), len(mean), 2 ** 26):  # laid out by feature, a child of two parents of a token counts once

@@ -201,7 +201,7 @@ def score_gemm(x, parents, generators, mean, rstd, low):
     def moments(parents):  # (...) -> (..., 2 D)
         children = (parents[..., None] ^ generators).sub_(low)
         return torch.cat([v.index_select(0, children.flatten()).view(children.shape) for v in (mean, rstd)], -1)
-    table = moments(torch.arange(low, device=x.device)) if parents.numel() > low else None
+    table = moments(torch.arange(low, device=x.device)) if parents.numel() > low and low * D <= 2 ** 21 else None
     z = x.new_empty(N, P, D)
     for rows in chunks(N, P * d):
         hx = table_rows(parents[rows], d, low, x.dtype).mul_(x[rows, None])  # (chunk, P, d)

@@ -85,7 +85,8 @@ class Block(nn.Module):
         self.parity = self.topk = None
         if config.bottleneck == "parity":
             self.parity = DeepParityBottleneck(config.d, config.bits, config.active, config.children,
-                                               seed=config.seed * 1000 + layer, standardise=config.standardise)
+                                               seed=config.seed * 1000 + layer, standardise=config.standardise,
+                                               selection=config.selection)
         elif config.bottleneck == "topk":
             self.topk = TopKBottleneck(config.d, 2 ** config.bits[-1], sum(config.active))
 
@@ -116,7 +117,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """config: anything with the attributes layers, d, heads, context, vocab_size, bottleneck, site, bits, active, children,
-    standardise, seed, variance_weight, reconstruction_weight and n_min: a Config of config.py."""
+    standardise, selection, seed, variance_weight, reconstruction_weight and n_min: a Config of config.py."""
 
     def __init__(self, config):
         super().__init__()
@@ -146,19 +147,23 @@ class GPT(nn.Module):
     def count_parameters(self):
         return sum(weight.numel() for weight in self.parameters())
 
-    def forward(self, tokens, targets=None, edit=None, cache=None, record=None):
+    def hidden(self, tokens, edit=None, cache=None, record=None):
+        """What the unembedding reads, (B, T) -> (B, T, d): for whoever needs the logits of a few places only."""
         T, past = tokens.shape[1], cache.length if cache else 0
         if past + T > self.config.context:
             raise ValueError(f"{past + T} tokens do not fit the context of {self.config.context}: give fewer")
         x = self.embedding(tokens) + self.positions.weight[past : past + T]
+        for block in self.blocks:
+            x = block(x, edit, cache, record)
+        if cache:
+            cache.length += T
+        return self.norm(x)
+
+    def forward(self, tokens, targets=None, edit=None, cache=None, record=None):
         weights = {"variance": self.config.variance_weight, "reconstruction": self.config.reconstruction_weight}
         if record is None and targets is not None and any(weights.values()):
             record = []
-        for block in self.blocks:
-            x = block(x, edit, cache, record)
-        logits = F.linear(self.norm(x), self.embedding.weight)  # (B, T, V)
-        if cache:
-            cache.length += T
+        logits = F.linear(self.hidden(tokens, edit, cache, record), self.embedding.weight)  # (B, T, V)
         if targets is None:
             return logits
         losses = {"lm": F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())}

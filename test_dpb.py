@@ -58,7 +58,7 @@ def make(path, method, monkeypatch, moments=True, **shape):
     if moments:
         layer.mean.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
         layer.var.uniform_(0.5, 2, generator=torch.Generator().manual_seed(2))
-    generators = [layer.get_buffer(f"generators_{l}").tolist() for l in range(1, len(shape["bits"]))]
+    generators = [words.tolist() for name, words in layer.named_buffers() if name.startswith("generators_")]
     phi = brute_dictionary(shape["d"], layer.m)
     mean, std = layer.mean.double().numpy(), layer.var.double().sqrt().numpy()
 
@@ -106,6 +106,36 @@ def test_code_of_adversarial_inputs_equals_brute_force(path, method, shape, monk
         indices, z = brute(x[n])
         assert code.indices[n].tolist() == indices, n
         assert code.coefs[n].tolist() == z.tolist(), n
+
+
+@pytest.mark.parametrize("kind", ["random", "adversarial"])
+@pytest.mark.parametrize("shape", [TWO, dict(TWO, active=(64, 20))], ids=["K < d", "K > d"])
+@pytest.mark.parametrize("path, method", PATHS)
+def test_flat_selection_takes_the_best_of_all_features(path, method, shape, kind, monkeypatch):
+    layer, _, phi = make(path, method, monkeypatch, moments=kind == "random", selection="flat", **shape)
+    x = torch.randn(13, 64, generator=torch.Generator().manual_seed(0)) if kind == "random" else adversarial(64)
+    x = x[:5] if path == "triton" else x  # its interpreter is slow
+    code, K = layer.encode(x), sum(layer.active)
+    z = (x.double().numpy() @ phi.T - layer.mean.double().numpy()) / layer.var.double().sqrt().numpy()  # (N, m)
+    for n in range(len(x)):
+        best = sorted(range(layer.m), key=lambda i: (-abs(z[n, i]), i))[:K]
+        assert code.indices[n].tolist() == best
+        np.testing.assert_allclose(code.coefs[n].numpy(), z[n, best], rtol=1e-4, atol=1e-5)
+
+
+def test_flat_selection_learns_its_moments_compiles_and_has_the_gradient():
+    torch.manual_seed(0)
+    layer = DeepParityBottleneck(**TWO, selection="flat", decay=0.9)
+    x, phi = torch.randn(64, 64) * 2 + 0.5, torch.from_numpy(brute_dictionary(64, 1024)).float()
+    v = x.clone().requires_grad_()
+    code = layer.encode(v)
+    expected = torch.autograd.grad((v @ phi.T).gather(1, code.indices).square().sum(), v)[0]  # mean 0, std 1
+    torch.testing.assert_close(torch.autograd.grad(code.coefs.square().sum(), v)[0], expected, rtol=1e-4, atol=1e-4)
+    update_moments(layer)
+    scores = x @ phi.T  # all features were candidates on all 64 tokens
+    torch.testing.assert_close(layer.mean, 0.1 * scores.mean(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.var, 1 + 0.1 * (scores.var(0, correction=0) - 1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("path, method", PATHS)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from concurrent import futures
 
 import pytest
@@ -337,3 +338,30 @@ def test_the_picture_of_several_runs(arguments, tmp_path):
     assert run.returncode == 0 and (tmp_path / "both.png").stat().st_size > 10_000
     run = subprocess.run([sys.executable, "plot.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1 and "has no metrics.jsonl" in run.stderr
+
+
+def test_wandb_and_tensorboard_get_every_row_and_are_asked_for_when_missing(arguments, monkeypatch):
+    for package, flag in ("wandb", "wandb"), ("torch.utils.tensorboard", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)  # as if not installed
+        with pytest.raises(train.TrainError, match=f"{flag} is not installed: pip install {flag}"):
+            go(arguments(flag, max_steps=2, **{flag: "true"}))
+    logged, scalars = [], []
+    run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row["loss"])))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **settings: run))
+    writer = types.SimpleNamespace(add_scalar=lambda key, value, step: scalars.append((step, key, value)))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda folder: writer))
+    rows = go(arguments("both", max_steps=2, wandb="true", tensorboard="true"))
+    assert logged == [(row["step"], row["loss"]) for row in rows]
+    assert [(step, value) for step, key, value in scalars if key == "loss"] == logged
+
+
+def test_the_progress_line_has_mfu_where_the_peak_is_known(arguments, capsys):
+    config = configs.load(arguments())
+    model = train.GPT(config)
+    for peak in None, 1e9:
+        train.progress(config, 3, 2.5, 0.5, 0.25, model, peak, ranks=2)
+    plain, known = capsys.readouterr().err.split("\r\x1b[K")[1:]
+    assert plain == "step 3/12  loss 2.5000  1,024 tokens/s  0:02 left"
+    weights = 2 * 12 * 32 * 32 + 2048 * 32  # of two blocks, and of the embedding, which is also the unembedding
+    mfu = 1024 * (6 * weights + 12 * 2 * 32 * 32) / 1e9 / 2
+    assert f"MFU {mfu:.1%}" in known

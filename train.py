@@ -29,7 +29,7 @@ import config as configs
 import data
 import plot
 from checkpoint import CheckpointError, checkpoint_path, commit, load, load_newest, save
-from dpb import DeepParityBottleneck, update_moments
+from dpb import Code, DeepParityBottleneck, update_moments
 from model import GPT
 from optim import MuonAdam, schedule, split_parameters
 from tokenizer import load_tokenizer, pack_tokenizer
@@ -112,43 +112,70 @@ def micro_steps(config, ranks):
 # Evaluation
 
 
+class FeatureCounts:
+    """What the features of every bottleneck do, summed over batches and, with `reduce`, over ranks.
+
+    fired (layers, m): on how many tokens each feature was active.  explained (layers, levels): the fraction of variance
+    explained, 1 - |h - y|^2 / |h - mean h|^2, of the input h by the output y, were the code cut off after this level.
+    """
+
+    def __init__(self, model):
+        self.layers = [block.bottleneck for block in model.blocks if block.bottleneck is not None]
+        m, levels = (self.layers[0].m, len(self.layers[0].active)) if self.layers else (0, 0)
+
+        def zeros(*shape, dtype=torch.float64):
+            return torch.zeros(len(self.layers), *shape, dtype=dtype, device=model.embedding.weight.device)
+        self.fired, self.tokens = zeros(m, dtype=torch.int64), zeros(1)
+        self.total, self.squares, self.errors = zeros(model.config.d), zeros(1), zeros(levels)  # h, |h|^2, |h - y|^2
+
+    def add(self, record):
+        """The (code, output, input) of every layer on one batch."""
+        for number, (layer, (code, y, h)) in enumerate(zip(self.layers, record)):
+            cuts = list(itertools.accumulate(layer.active))[:-1]
+            outputs = [layer.decode(Code(code.indices[..., :K], code.coefs[..., :K]), like=h) for K in cuts] + [y]
+            h = h.double().flatten(0, 1)  # (N, d)
+            self.fired[number] += torch.bincount(code.indices[code.coefs != 0], minlength=layer.m)
+            self.tokens[number] += len(h)
+            self.total[number] += h.sum(0)
+            self.squares[number] += h.square().sum()
+            self.errors[number] += torch.stack([(h - output.double().flatten(0, 1)).square().sum() for output in outputs])
+
+    def reduce(self):
+        for tensor in (self.fired, self.tokens, self.total, self.squares, self.errors) if self.layers else ():
+            all_reduce(tensor)
+        self.explained = 1 - self.errors / (self.squares - self.total.square().sum(1, keepdim=True) / self.tokens)
+
+
 @torch.no_grad()
 def evaluate(model, tokens, config, rank, ranks, device, autocast):
     """Validation loss, and of a bottleneck what its features do: averages over layers, the same on any number of ranks.
 
     dead_fraction: of each level, the features that were never active here; l0: active features of a token;
-    variance_explained: how much of its input the bottleneck's output keeps, 1 - |h - y|^2 / |h - mean h|^2.
+    variance_explained: how much of its input the bottleneck's output keeps.
     """
     model.eval()
     context = config.context
     windows = min(tokens.count(context), max(1, config.eval_tokens // context))
     size = config.micro_batch or max(1, 16384 // context)
-    layers = [block.bottleneck for block in model.blocks if block.bottleneck is not None]
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    fired = torch.zeros(len(layers), layers[0].m if layers else 0, dtype=torch.int32, device=device)
-    sums = torch.zeros(len(layers), config.d + 3, dtype=torch.float64, device=device)  # h; |h|^2, |h - y|^2, active
+    features = FeatureCounts(model)
     for start in range(rank * size, windows, ranks * size):
         batch = tokens.windows(range(start, min(start + size, windows)), context).to(device)
         record = []
         with autocast():
             loss = model(batch[:, :-1], batch[:, 1:], record=record)["lm"]
         total += torch.tensor([loss.item(), 1.0], dtype=torch.float64, device=device) * batch[:, 1:].numel()
-        for layer, (code, y, h) in enumerate(record):
-            fired[layer, code.indices[code.coefs != 0]] = 1
-            h, y = h.double().flatten(0, 1), y.double().flatten(0, 1)
-            sums[layer] += torch.cat([h.sum(0), torch.stack([h.square().sum(), (h - y).square().sum(), (code.coefs != 0).sum()])])
-    for tensor in (total, sums):
-        all_reduce(tensor)
-    if layers:
-        all_reduce(fired, dist.ReduceOp.MAX)
+        features.add(record)
+    all_reduce(total)
+    features.reduce()
     model.train()
     loss, count = total.tolist()
     row = {"val_loss": loss / count}
-    if layers:
-        row["dead_fraction"] = [1 - fired[:, low:high].double().mean().item() for low, high in itertools.pairwise(layers[0].lows)]
-        row["l0"] = sums[:, -1].mean().item() / count
-        spread = sums[:, -3] - sums[:, :-3].square().sum(1) / count
-        row["variance_explained"] = (1 - sums[:, -2] / spread).mean().item()
+    if features.layers:
+        alive = (features.fired > 0).double()
+        row["dead_fraction"] = [1 - alive[:, low:high].mean().item() for low, high in itertools.pairwise(features.layers[0].lows)]
+        row["l0"] = features.fired.sum().item() / count / len(features.layers)
+        row["variance_explained"] = features.explained[:, -1].mean().item()
     return row
 
 

@@ -1,0 +1,23 @@
+"""A small parity model for text of your own, with GPT-2's tokenizer, on a CPU.
+
+    python data.py text YOUR_FILES --out data/text && python train.py configs/text.py
+
+Cost and result: not measured yet.
+"""
+layers = 4
+d = 128
+heads = 4
+context = 256
+bits = (7, 12)
+active = (8, 16)
+children = (64,)
+data = "data/text"
+batch_tokens = 2048
+max_steps = 400
+warmup_steps = 40
+decay_fraction = 0.5
+muon_lr = 0.01
+adam_lr = 3e-3
+eval_every = 50
+eval_tokens = 32768
+save_every = 100

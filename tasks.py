@@ -1,0 +1,120 @@
+"""HellaSwag and LAMBADA: what is asked, and how answers are marked, as lm-evaluation-harness does it.
+
+    asked, where = questions("hellaswag", folder, limit)
+    pairs = [encode_pair(encoding, question.context, answer) for question in asked for answer in question.answers]
+    marks = mark_choice(asked, log_probs)           of all pairs -> {"acc": [True, ...], "acc_norm": [True, ...]}
+
+HellaSwag: the ending with the largest log-probability is the model's answer (acc), or the one with the largest
+log-probability per *character* (acc_norm; the harness counts characters, some papers bytes or tokens). LAMBADA, in OpenAI's
+variant: the last word of a text is right if each of its tokens is the most probable one; the perplexity is that of words,
+exp(-mean log p(word)), not of tokens.
+"""
+import itertools
+import json
+import os
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from tokenizer import DataError, encode
+
+# Of each data set: its name and configuration on the Hugging Face hub, its split, and the local file that stands in for it.
+SETS = {
+    "hellaswag": ("Rowan/hellaswag", None, "validation", "hellaswag_val.jsonl"),
+    "lambada": ("EleutherAI/lambada_openai", "default", "test", "lambada_test.jsonl"),
+    # The Pile itself is no longer offered. This mirror lacks Books3, BookCorpus2, OpenSubtitles, YoutubeSubtitles and OpenWebText2.
+    "pile": ("monology/pile-uncopyrighted", None, "validation", None),
+}
+
+
+class Question(NamedTuple):
+    context: str
+    answers: list[str]  # what may follow, each with the space before it
+    right: int          # the number of the right one
+
+
+def hellaswag(record):
+    context = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
+    return Question(clean(context), [" " + clean(ending) for ending in record["endings"]], int(record["label"]))
+
+
+def clean(text):
+    """Without the marks that WikiHow's pages left in the data."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def lambada(record):
+    context, _, word = record["text"].rpartition(" ")
+    return Question(context, [" " + word], 0)
+
+
+def encode_pair(encoding, context, answer):
+    """Tokens of the context, and of the answer in the text that both make; spaces between them belong to the answer."""
+    bare = context.rstrip()
+    if not bare:
+        return [encoding.eot_token], encode(encoding, context + answer).tolist()
+    before = encode(encoding, bare).tolist()
+    return before, encode(encoding, context + answer).tolist()[len(before):]
+
+
+def mark_choice(questions, log_probs):
+    """log_probs: of all answers to all questions, one after the other."""
+    marks = {"acc": [], "acc_norm": []}
+    log_probs = iter(log_probs)
+    for question in questions:
+        values = np.array(list(itertools.islice(log_probs, len(question.answers))))
+        lengths = np.array([len(answer) - 1 for answer in question.answers])  # in characters, without the space
+        marks["acc"].append(bool(values.argmax() == question.right))
+        marks["acc_norm"].append(bool((values / lengths).argmax() == question.right))
+    return marks
+
+
+def questions(name, folder=None, limit=None):
+    """The first `limit` questions of a data set, and where they come from."""
+    found, where = [], source(name, folder)
+    for number, record in enumerate(records(name, folder, limit), 1):
+        try:
+            found.append({"hellaswag": hellaswag, "lambada": lambada}[name](record))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(f"record {number} of {where} is no question of {name} ({error!r}): get the data again") from None
+    if not found:
+        raise DataError(f"{where} holds no questions: get the data again")
+    return found, where
+
+
+def source(name, folder=None):
+    hub, _, split, file = SETS[name]
+    return os.path.join(folder, file) if folder is not None and file else f"{hub}, {split}"
+
+
+def records(name, folder=None, limit=None):
+    """The first `limit` records of a data set: of its file in the folder, if one is given, or else of the hub."""
+    hub, config, split, file = SETS[name]
+    if folder is not None and file:
+        return itertools.islice(read_lines(os.path.join(folder, file)), limit)
+    return hub_records(hub, config, split, limit, f"a folder with {file} in it, --data DIR" if file else "other text, --text FILES")
+
+
+def read_lines(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise DataError(f"{path}, line {number}, is not JSON ({error}): get the file again") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): give the folder that has it with --data DIR, or leave "
+                        "--data off to read from the Hugging Face hub") from None
+
+
+def hub_records(name, config, split, limit, way_out):
+    """Streamed, so that a limit is also one of what is downloaded."""
+    try:
+        import datasets
+        yield from itertools.islice(datasets.load_dataset(name, config, split=split, streaming=True), limit)
+    except Exception as error:  # whatever is not installed, or the network makes of it
+        raise DataError(f"{name} cannot be read from the Hugging Face hub ({type(error).__name__}: {error}). Two ways out: the "
+                        f"package datasets and a network, or {way_out}") from error
