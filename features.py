@@ -1,0 +1,218 @@
+"""The features of a model: which of them read a text, where in a corpus each one fires, and what it does there.
+
+    codes = read_codes(run.model, prompt_tokens(run, "The sailor"))        one Code a layer, (1, T, K)
+    index, tokens = open_index(run)                                        where every feature fires in the validation data
+    positions, coefs = index.firings(layer=2, index=1234, sign=1)          e.g. tokens.read(position - 9, position + 1)
+
+A feature of a layer is an index with a sign, since positive and negative coefficients mean unrelated things: dpb.unfold.
+The index holds, for each feature, the tokens on which it was active and its coefficients there: one sorted list with
+offsets into it, 6 bytes an entry. It lies beside the checkpoint as features.npz, with a hash of the weights and of what it was
+made from, and is made anew when one of these has changed.
+"""
+import contextlib
+import hashlib
+import os
+import re
+import zipfile
+
+import numpy as np
+import torch
+
+from data import Progress, Tokens
+from dpb import Code, unfold
+from tokenizer import encode
+
+
+class FeatureError(ValueError):
+    """A sentence for the user."""
+
+
+def prompt_tokens(run, text):
+    """The tokens (1, T) of a text, after the end-of-text token that starts every document."""
+    ids = [run.encoding.eot_token, *encode(run.encoding, text).tolist()]
+    if len(ids) > run.config.context:
+        raise FeatureError(f"the prompt has {len(ids):,} tokens, but the context of this model is {run.config.context:,}: "
+                           "shorten it")
+    return torch.tensor([ids], device=run.model.embedding.weight.device)
+
+
+def width_of(model):
+    """m, the number of features of a layer; a sentence if it has none."""
+    if model.blocks[0].bottleneck is None:
+        raise FeatureError("this model is dense, so it has no features to look at: python train.py configs/tiny.py trains one "
+                           "that has")
+    return model.blocks[0].bottleneck.m
+
+
+def read_codes(model, tokens):
+    """The Code of every layer for tokens (B, T)."""
+    width_of(model)
+    codes = []
+
+    def read(layer, code):
+        codes.append(code)
+        return code
+
+    with torch.no_grad():
+        model(tokens, edit=read)
+    return codes
+
+
+def weights_hash(model):
+    """32 hex digits that tell a model from every other, by its weights and moments."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def parse_feature(text, model):
+    """(layer, index, sign) of what a user writes: LAYER:INDEX, LAYER:INDEX+ or LAYER:INDEX-."""
+    found = re.fullmatch(r"(\d+):(\d+)([+-]?)", text)
+    if not found:
+        raise FeatureError(f"{text!r} is no feature: write LAYER:INDEX with + or - after it, as in 2:1234-")
+    layer, index, sign = int(found[1]), int(found[2]), -1 if found[3] == "-" else 1
+    if layer >= len(model.blocks):
+        raise FeatureError(f"there is no layer {layer}: this model has the layers 0 to {len(model.blocks) - 1}")
+    if index >= width_of(model):
+        raise FeatureError(f"there is no feature {index}: a layer of this model has the features 0 to {width_of(model) - 1}")
+    return layer, index, sign
+
+
+def level_of(bottleneck, index):
+    return next(level for level, high in enumerate(bottleneck.lows[1:]) if index < high)
+
+
+def find_parents(bottleneck, code):
+    """For each active feature the active parent from which it was reached, the strongest if several; -1 in level 0. (..., K)"""
+    parents = torch.full_like(code.indices, -1)
+    start = 0
+    for level in range(1, len(bottleneck.active)):
+        above = slice(start, start := start + bottleneck.active[level - 1])
+        own = slice(start, start + bottleneck.active[level])
+        steps = code.indices[..., own, None] ^ code.indices[..., None, above]  # (..., K_l, K_{l-1})
+        strength = code.coefs[..., None, above].abs().expand(steps.shape)
+        reached = torch.isin(steps, bottleneck.get_buffer(f"generators_{level}"))
+        best = torch.where(reached, strength, -1).argmax(-1)
+        parents[..., own] = code.indices[..., above].gather(-1, best)
+    return parents
+
+
+class Index:
+    """Where each feature fires: its entries are offsets[f] .. offsets[f + 1] - 1, f = 2 m layer + unfolded id."""
+
+    def __init__(self, arrays, m):
+        self.offsets, self.positions, self.coefs = arrays["offsets"], arrays["positions"], arrays["coefs"]
+        self.tokens, self.m = int(arrays["tokens"]), m
+
+    def firings(self, layer, index, sign):
+        """The positions in the validation data where a feature fires, in order, and its |coefficient| there."""
+        feature = 2 * self.m * layer + index + self.m * (sign < 0)
+        own = slice(self.offsets[feature], self.offsets[feature + 1])
+        return self.positions[own], self.coefs[own].astype(np.float32)
+
+    def cofiring(self, layer, positions, relatives):
+        """How often each relative, of either sign, is active on the tokens at `positions`: [(count, index)], most first."""
+        counts = []
+        for relative in relatives:
+            other = np.concatenate([self.firings(layer, relative, sign)[0] for sign in (1, -1)])
+            counts.append((int(np.isin(positions, other).sum()), int(relative)))
+        return sorted(counts, key=lambda pair: (-pair[0], pair[1]))
+
+
+def gather(model, tokens, windows, batch=16):
+    """The arrays of an Index over the first windows of the validation data."""
+    context, m = model.config.context, width_of(model)
+    progress = Progress(windows * context, 0)
+    ids, coefs = [[[] for _ in model.blocks] for _ in range(2)]
+    for start in range(0, windows, batch):
+        rows = tokens.windows(range(start, min(start + batch, windows)), context)[:, :-1]
+        for layer, code in enumerate(read_codes(model, rows.to(model.embedding.weight.device))):
+            unfolded, strength = unfold(code, m)
+            ids[layer].append(unfolded.flatten(0, 1).to(torch.int32).cpu())
+            coefs[layer].append(strength.flatten(0, 1).clamp(max=65504).half().cpu())
+        progress.show(min(start + batch, windows) * context)
+    progress.show(windows * context, last=True)
+    counts, places, values = [], [], []
+    for layer in range(len(model.blocks)):  # one at a time, and forgotten at once: a sort needs room
+        K = ids[layer][0].shape[1]
+        found, strength = torch.cat(ids[layer]).flatten().numpy(), torch.cat(coefs[layer]).flatten().numpy()  # (N * K,)
+        ids[layer] = coefs[layer] = None
+        order = np.argsort(found, kind="stable")  # by feature, then by position
+        order = order[strength[order] > 0]
+        counts.append(np.bincount(found[order], minlength=2 * m))
+        places.append((order // K).astype(np.uint32))
+        values.append(strength[order])
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+    return {"offsets": offsets, "positions": np.concatenate(places), "coefs": np.concatenate(values)}
+
+
+def open_index(run, most=2 ** 16, say=print):
+    """The Index of a run over at most `most` tokens of its validation data: the stored one if it is of these weights."""
+    m, tokens = width_of(run.model), Tokens(run.config.data, "val")
+    if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
+        raise FeatureError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
+    windows = min(tokens.count(run.config.context), max(1, most // run.config.context))
+    key = f"{weights_hash(run.model)} {len(tokens)} {windows * run.config.context}"
+    path = os.path.join(os.path.dirname(run.path), "features.npz")
+    arrays = read_arrays(path, say)
+    if arrays is None or str(arrays.get("key")) != key:
+        why = f"{path} is of another checkpoint or another piece of data: gathering" if arrays else "gathering"
+        say(f"{why} where each feature fires in {windows * run.config.context:,} tokens of {run.config.data}, once")
+        arrays = gather(run.model, tokens, windows) | {"key": np.array(key), "tokens": np.array(windows * run.config.context)}
+        write_arrays(path, arrays)
+        say(f"wrote {path}, {os.path.getsize(path) / 1e6:.1f} MB, {len(arrays['positions']):,} firings")
+    return Index(arrays, m), tokens
+
+
+def read_arrays(path, say=print):
+    """The arrays of an .npz file, or None if there is none or it is damaged, which is said. Nothing in it is ever executed."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        return None
+    except (OSError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        say(f"{path} is damaged ({error})")
+        return None
+
+
+def write_arrays(path, arrays):
+    """Write an .npz file whole or not at all."""
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise FeatureError(f"{path} could not be written ({error.strerror})") from error
+
+
+@torch.no_grad()
+def effect(model, tokens, layer, index, positions):
+    """How much the feature raises the logit of each next token above the mean of all: with it, less without it, the mean over
+    positions. (V,)
+
+    Without it means that its coefficient is zero at that token and layer, and everything after runs on: the feature acts
+    through an MLP, so its direction alone would not say what it does.
+    """
+    context = model.config.context
+    device = model.embedding.weight.device
+    rows = tokens.windows(positions // context, context)[:, :-1].to(device)
+    at = torch.arange(len(positions), device=device), torch.from_numpy((positions % context).astype(np.int64)).to(device)
+
+    def remove(number, code):
+        if number != layer:
+            return code
+        coefs = code.coefs.clone()
+        coefs[at] = torch.where(code.indices[at] == index, 0, coefs[at])
+        return Code(code.indices, coefs)
+
+    with_it, without = (model(rows, edit=edit)[at].float() for edit in (None, remove))
+    change = (with_it - without).mean(0)
+    return change - change.mean()
