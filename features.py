@@ -85,10 +85,13 @@ def level_of(bottleneck, index):
 
 
 def find_parents(bottleneck, code):
-    """For each active feature the active parent from which it was reached, the strongest if several; -1 in level 0. (..., K)"""
+    """For each active feature the active parent from which it was reached, the strongest if several; (..., K).
+
+    -1 where there is none: in level 0, and wherever selection is flat.
+    """
     parents = torch.full_like(code.indices, -1)
     start = 0
-    for level in range(1, len(bottleneck.active)):
+    for level in range(1, len(bottleneck.active)) if hasattr(bottleneck, "generators_1") else ():
         above = slice(start, start := start + bottleneck.active[level - 1])
         own = slice(start, start + bottleneck.active[level])
         steps = code.indices[..., own, None] ^ code.indices[..., None, above]  # (..., K_l, K_{l-1})

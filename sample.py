@@ -244,7 +244,7 @@ def show_feature(run, name, options):
         print(f"{title} the logit of the next token there: "
               + ", ".join(f"{text_of(run.encoding, [i])!r} {v:.2f}" for v, i in zip(values.tolist(), ids.tolist())))
     for title, number, low in (("parents", level, level - 1), ("children", level + 1, level + 1)):
-        if 0 < number < len(bottleneck.active):
+        if hasattr(bottleneck, f"generators_{number}"):
             family = (bottleneck.get_buffer(f"generators_{number}") ^ index).tolist()
             family = [i for i in family if bottleneck.lows[low] <= i < bottleneck.lows[low + 1]]
             counts = statistics.cofiring(layer, positions, family)[: options.top]

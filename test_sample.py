@@ -15,7 +15,7 @@ import steer
 import toyworld
 from checkpoint import CheckpointError, open_run, save
 from config import Config
-from dpb import Code
+from dpb import Code, DeepParityBottleneck
 from features import FeatureError, open_index, parse_feature, read_codes
 from model import GPT
 from steer import SteerError, Vector, contrast, generate, steered, toy_texts
@@ -347,3 +347,9 @@ def test_dense_models_have_no_features_and_other_texts_no_concepts(folder, capsy
     monkeypatch.setattr(toyworld, "TOKEN_PATTERN", "another")
     assert "--positive FILE --negative FILE" in refuses(capsys, "out/tiny", "--steer", "sea")
     assert "toy world" in refuses(capsys, "out/tiny", "--steer-eval")
+
+
+def test_features_of_flat_selection_have_no_parents():
+    torch.manual_seed(0)
+    layer = DeepParityBottleneck(32, bits=(5, 8), active=(4, 6), children=(16,), selection="flat")
+    assert (features.find_parents(layer, layer.encode(torch.randn(3, 32))) == -1).all()
