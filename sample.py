@@ -174,7 +174,7 @@ def steer_eval(run, options, concepts=HELD_OUT, choose=32, test=64, base=512):
     the choice five points are two standard errors. The unsteered texts are the same for all concepts."""
     if not is_toy(run):
         raise SteerError("--steer-eval needs a model of the toy world, where concept words and well-formed sentences are known")
-    alphas = [alpha for alpha in options.alphas or ((0.5, 0.75, 1, 1.25) if options.fit else (2, 4, 8, 12)) if alpha]
+    alphas = [alpha for alpha in options.alphas or ((0.5, 0.75, 1, 1.25) if options.fit else (4, 8, 12, 16)) if alpha]
     prompt, reached = prompt_tokens(run, ""), 0
 
     def texts(samples, seed, *steering):
