@@ -332,7 +332,7 @@ def parse(arguments):
                       help="validation tokens to gather statistics from (65536); 6 bytes for each active feature of each")
     bend = parser.add_argument_group("steer")
     bend.add_argument("--steer", metavar="CONCEPT", help="a topic of the toy world, or a name for the contrast of two files")
-    bend.add_argument("--alpha", type=float, default=1.0, metavar="A", help="how strongly (1)")
+    bend.add_argument("--alpha", type=float, metavar="A", help="how strongly (1)")
     bend.add_argument("--alphas", type=numbers, metavar="A,B,...", help="compare these, as in 0,0.5,1,2")
     bend.add_argument("--k", type=within(int, 1), default=256, metavar="N", help="features of each layer (256)")
     bend.add_argument("--fit", type=within(int, 0), default=100, metavar="STEPS",
@@ -356,8 +356,9 @@ def main(arguments):
     asked = (text, options.steer, options.vector, options.positive, options.negative, options.feature, options.features,
              options.interactive, options.steer_eval)
     if not any(asked) and is_toy(run):
-        options.steer = "sea"
-        print(f"{run.path}, steered to speak of the sea (python sample.py --help tells what else there is)\n")
+        options.steer, options.alpha = "cars", options.alpha or 1.25
+        print(f"{run.path}, steered to speak of cars (python sample.py --help tells what else there is)\n")
+    options.alpha = 1.0 if options.alpha is None else options.alpha
     if options.interactive:
         interact(run, options)
     elif options.feature:
