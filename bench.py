@@ -4,6 +4,7 @@
     python bench.py dpb                 the bottleneck's parts, beside what they cannot avoid
     python bench.py scale               its cost as m, K, D and d grow
     python bench.py generate            tokens per second of generation
+    python bench.py predict             the cost on GPUs that are not here, predicted from machine code (predict.py)
 
 All that is compared runs in turn, again and again, so that a busy machine slows it alike; medians are compared.
 
@@ -331,8 +332,11 @@ def bench_generate(options):
 def main():
     if sys.argv[1:2] == ["worker"]:
         return work(*json.loads(sys.argv[2]))
+    if sys.argv[1:2] == ["predict"]:
+        import predict
+        return predict.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="table", choices=["table", "dpb", "scale", "generate"])
+    parser.add_argument("what", nargs="?", default="table", choices=["table", "dpb", "scale", "generate", "predict"])
     parser.add_argument("--rows", help="of the table and of generate, as in small_2l,tiny", default=None)
     parser.add_argument("--variants", default="dense,parity,flat,topk")
     parser.add_argument("--layers", type=int, help="of the paper's models; by default all, but 4 of the large ones on a CPU")

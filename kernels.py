@@ -321,81 +321,106 @@ if triton:
         return tl.load(packed + i % d * W + w) ^ tl.load(packed + (d + i // d) * W + w)
 
     @triton.jit(do_not_specialize=["K", "m"])
-    def decode_kernel(indices, coefs, packed, y, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
+    def decode_kernel(indices, coefs, packed, y, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
+                      SLOTS: tl.constexpr):
         """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers.
 
-        Sign vectors first, basis vectors last: a small term added to a large one would lose its last bits.
+        Sign vectors first, basis vectors last: a small term added to a large one would lose its last bits. A basis vector
+        touches one coordinate, so it is added where the row already lies in memory; only in float32 (SLOTS > 0), as adding to
+        bfloat16 there would round twice. SLOTS is at least K.
         """
         n = tl.program_id(0).to(tl.int64)
+        indices += n * K
+        coefs += n * K
+        y += n * d
         b = tl.arange(0, BITS)[:, None]
         w = tl.arange(0, W)[None, :]
         at = b * W + w
         row = tl.zeros([BITS, W], tl.float32)
-        for k in range(K):
-            i = tl.load(indices + n * K + k)
-            c = tl.load(coefs + n * K + k)
-            known = (i >= 0) & (i < m)
+        for k in tl.range(K, loop_unroll_factor=4):
+            i = tl.load(indices + k)
+            known = i.to(tl.uint64) < m
             i = tl.where(known, i, d).to(tl.int32)
-            c = tl.where(known, c, float("nan"))
             if i >= d:
+                c = tl.where(known, tl.load(coefs + k), float("nan"))
                 sign = (sign_words(packed, i, w, d, W) << (31 - b)) & -2147483648
                 row += (c.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-        row *= scale
-        for k in range(K):
-            i = tl.load(indices + n * K + k)
-            if (i >= 0) & (i < d):
-                row += tl.where(at == i, tl.load(coefs + n * K + k), 0.0)
-        tl.store(y + n * d + at, row.to(y.dtype.element_ty), mask=at < d)
+        tl.store(y + at, (row * scale).to(y.dtype.element_ty), mask=at < d)
+        if SLOTS:
+            tl.debug_barrier()
+            for turn in tl.static_range((SLOTS + 255) // 256):
+                slot = turn * 256 + tl.arange(0, min(SLOTS, 256))
+                to = tl.load(indices + slot, mask=slot < K, other=d)
+                basis = (to >= 0) & (to < d)
+                tl.atomic_add(y + to, tl.load(coefs + slot, mask=basis), mask=basis, sem="relaxed")
 
     @triton.jit(do_not_specialize=["K", "m"])
     def dot_kernel(indices, x, packed, out, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
         """out[n, k] = <phi_{indices[n, k]}, x[n]>: one token a program, x[n] kept in registers."""
         n = tl.program_id(0).to(tl.int64)
+        indices += n * K
+        out += n * K
+        x += n * d
         b = tl.arange(0, BITS)[:, None]
-        w = tl.arange(0, W)[None, :]
-        at = b * W + w
-        row = tl.load(x + n * d + at, mask=at < d, other=0.0).to(tl.float32)
-        for k in range(K):
-            i = tl.load(indices + n * K + k)
-            known = (i >= 0) & (i < m)
+        w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])  # one at a time, so that a thread has the signs of its own x
+        at = tl.max_contiguous(b * W + w, [1, 1])
+        row = tl.load(x + at, mask=at < d, other=0.0).to(tl.float32)
+        for k in tl.range(K, loop_unroll_factor=4):
+            i = tl.load(indices + k)
+            known = i.to(tl.uint64) < m
             i = tl.where(known, i, d).to(tl.int32)
             if i < d:
-                s = tl.load(x + n * d + i).to(tl.float32)
+                s = tl.load(x + i).to(tl.float32)
             else:
                 sign = (sign_words(packed, i, w, d, W) << (31 - b)) & -2147483648
                 s = tl.sum((row.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)) * scale
-            tl.store(out + n * K + k, tl.where(known, s, float("nan")))
+            tl.store(out + k, tl.where(known, s, float("nan")))
 
-    @triton.jit
-    def standardise(score, i, known, r, rows, j, generators, moments, z, low, high, D: tl.constexpr):
-        """Store (score - mean) * rstd of the children i ^ g_j. mean and rstd lie side by side: one load for both.
+    @triton.jit(do_not_specialize=["rows", "low", "high"])
+    def moments_kernel(parents, generators, pairs, moments, rows, low, high, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+        """moments[r] = mean and rstd, (2, D), of the children of parents[r]. In `pairs` the two lie side by side: one load.
 
         A child outside of low .. high - 1, of a wrong parent or generator, gets NaN.
         """
-        g = tl.load(generators + j, mask=j < D, other=0).to(tl.int32)
-        child = i[:, None] ^ g[None, :]
-        known = known[:, None] & (child >= low) & (child < high)
-        pair = tl.load(moments + (child - low), mask=known, other=0)
-        mean = pair.to(tl.int32).to(tl.float32, bitcast=True)
-        rstd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        score = tl.where(known, (score - mean) * rstd, float("nan"))
-        tl.store(z + r[:, None] * D + j[None, :], score, mask=(r[:, None] < rows) & (j[None, :] < D))
+        r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
+        j = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+        real = (r < rows) & (j < D)
+        i = tl.load(parents + r, mask=r < rows, other=-1)
+        child = i ^ tl.load(generators + j, mask=j < D, other=0)
+        known = real & (i >= 0) & (i < low) & (child >= low) & (child < high)
+        pair = tl.load(pairs + (child - low), mask=known, other=0x7FC000007FC00000)
+        moments += r * (2 * D) + j
+        tl.store(moments, pair.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
+        tl.store(moments + D, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=real)
 
-    @triton.jit(do_not_specialize=["rows", "low", "high"])
-    def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, high, scale,
+    @triton.jit
+    def standardise(score, own, known, r, rows, j, moments, z, D: tl.constexpr):
+        """Store (score - mean) * rstd, both from row `own` of the moments: (2, D). A wrong parent gets NaN."""
+        real = known[:, None] & (j[None, :] < D)
+        moments += own[:, None] * (2 * D) + j[None, :]
+        mean = tl.load(moments, mask=real, other=float("nan"))
+        rstd = tl.load(moments + D, mask=real, other=float("nan"))
+        tl.store(z + r[:, None] * D + j[None, :], (score - mean) * rstd, mask=(r[:, None] < rows) & (j[None, :] < D))
+
+    @triton.jit
+    def halves(tile, M: tl.constexpr, N: tl.constexpr):
+        """The left and the right half of an (M, N) tile."""
+        return tile.reshape(M, 2, N // 2).permute(0, 2, 1).split()
+
+    @triton.jit(do_not_specialize=["rows", "low"])
+    def score_kernel(x, parents, packed, gamma, moments, z, rows, low, scale,
                      P: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
-                     BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
+                     BM: tl.constexpr, BN: tl.constexpr, OWN: tl.constexpr, UPCAST: tl.constexpr):
         """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
 
         A matrix product whose left side never exists: its row (n, p) is x[n] with the sign bits flipped by h_i, in
-        registers.
+        registers. moments has a row for each (n, p) if OWN, else for each parent.
         """
         r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
         j = tl.program_id(1) * BN + tl.arange(0, BN)
         w = tl.arange(0, W)
         i = tl.load(parents + r, mask=r < rows, other=0)
-        known = (r < rows) & (i >= 0) & (i < low)
-        i = tl.where(known, i, 0).to(tl.int32)
+        i = tl.where((i >= 0) & (i < low), i, 0).to(tl.int32)
         words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
         x += (r // P)[:, None] * d
         total = tl.zeros([BM, BN], tl.float32)
@@ -412,11 +437,18 @@ if triton:
             if UPCAST:  # Triton's interpreter multiplies the bit patterns of bfloat16
                 piece, right = piece.to(tl.float32), right.to(tl.float32)
             total = tl.dot(piece, right, total, input_precision="ieee")
-        # By halves: the loads of one are done before those of the next take registers.
-        left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-        j = tl.program_id(1) * BN + tl.arange(0, BN // 2)
-        standardise(left * scale, i, known, r, rows, j, generators, moments, z, low, high, D)
-        standardise(right * scale, i, known, r, rows, j + BN // 2, generators, moments, z, low, high, D)
+        # The parents again, and by quarters: what is not needed at a time must not take registers.
+        own = tl.load(parents + r, mask=r < rows, other=-1)
+        known = (own >= 0) & (own < low)
+        if OWN:
+            own = r
+        left, right = halves(total * scale, BM, BN)
+        j = tl.program_id(1) * BN + tl.arange(0, BN // 4)
+        for half in tl.static_range(2):
+            one, two = halves(right if half else left, BM, BN // 2)
+            standardise(one, own, known, r, rows, j, moments, z, D)
+            standardise(two, own, known, r, rows, j + BN // 4, moments, z, D)
+            j += BN // 2
 
     @triton.jit
     def magnitude_bits(z):
@@ -442,7 +474,7 @@ if triton:
 
     @triton.jit(do_not_specialize=["k", "keep"])
     def select_kernel(z, parents, generators, indices, coefs, scratch, k, keep,
-                      P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
+                      P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, THREADS: tl.constexpr):
         """The k distinct candidates of a token with the largest |z|, largest first, ties to the lower index.
 
         The candidates are dealt to BLOCK groups. A threshold that `keep` group maxima reach is reached by at least
@@ -454,35 +486,49 @@ if triton:
         z += n * C
         parents += n * P
         scratch += n * S
-        lane = tl.arange(0, BLOCK)
+        lane = tl.max_contiguous(tl.arange(0, BLOCK), 1)  # one at a time: a list is then written by the threads that read z
         slot = tl.arange(0, S)
 
         top = tl.full([BLOCK], -1, tl.int32)
         for start in range(0, C, BLOCK):
             c = start + lane
-            size = magnitude_bits(tl.load(z + c, mask=c < C, other=0.0))
+            size = tl.load(z + c, mask=c < C, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
             top = tl.maximum(top, tl.where(c < C, size, -1))
+        top = tl.minimum(top, 0x7FC00000)  # as magnitude_bits
         below = tl.max(top, 0) + 1  # no group reaches this; at least `keep`, or all there are, reach the threshold
         threshold = below * 0
         reached = threshold + BLOCK
-        while (below - threshold > 1) & (reached > keep + keep // 4):
-            middle = threshold + (below - threshold) // 2
+        stride = threshold + (1 << 23)  # the threshold is seldom below half of the largest: look there first
+        while (below - threshold > 1) & (reached > keep + keep // 8):
+            middle = tl.maximum(threshold + (below - threshold) // 2, below - stride)
             count = tl.sum((top >= middle).to(tl.int32), 0)
+            stride = tl.where(count >= keep, stride, 2 * tl.minimum(stride, 1 << 29))
             below = tl.where(count >= keep, below, middle)
             threshold = tl.where(count >= keep, middle, threshold)
             reached = tl.where(count >= keep, count, reached)
 
         listed = threshold * 0
-        for start in range(0, C, BLOCK):
-            c = start + lane
-            size = magnitude_bits(tl.load(z + c, mask=c < C, other=0.0))
-            hit = ((size >= threshold) & (c < C)).to(tl.int32)
-            to = listed + tl.cumsum(hit, 0) - 1
-            tl.store(scratch + to, c.to(tl.int64), mask=(hit > 0) & (to < S))
-            listed += tl.sum(hit, 0)
+        places = scratch.to(tl.pointer_type(tl.int32))
+        for first in range(0, C, 16 * BLOCK):
+            hits = tl.zeros([BLOCK], tl.int32)  # of a group's next 16: which reach the threshold, and above bit 16 how many
+            for turn in range(min(16, (C + BLOCK - 1) // BLOCK)):
+                c = first + turn * BLOCK + lane
+                size = tl.load(z + c, mask=c < C, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                hits += tl.where((size >= threshold) & (c < C), (1 << turn) + 65536, 0)
+            many = (hits >> 16).reshape(BLOCK // THREADS, THREADS)  # a column is a thread's own: added up there, then over threads
+            column = tl.sum(many, 0)
+            to = (listed + (tl.cumsum(column, 0) - column)[None, :] + tl.cumsum(many, 0) - many).reshape(BLOCK)
+            listed += tl.sum(column, 0)
+            hits &= 65535
+            while tl.max(hits, 0) > 0:  # a group seldom has more than two
+                bit = hits & -hits
+                c = first + ((bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127) * BLOCK + lane
+                tl.store(places + to, c, mask=(hits > 0) & (to < S))
+                to += 1
+                hits ^= bit
         tl.debug_barrier()  # scratch is written and read by different threads
         live = slot < listed
-        key = sort_keys(z, parents, generators, tl.load(scratch + slot, mask=live, other=0).to(tl.int32), live, D)
+        key = sort_keys(z, parents, generators, tl.load(places + slot, mask=live, other=0), live, D)
         key = tl.sort(key, descending=True)
         tl.debug_barrier()  # all have read the list before the keys overwrite it
         tl.store(scratch + slot, key)
@@ -516,7 +562,8 @@ def decode_launch(indices, coefs, y, m, scale):
     bits, W = packing(d)
     return decode_kernel, (len(indices),), dict(
         indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, K=indices.shape[1], m=m, scale=scale,
-        d=d, BITS=bits, W=W, num_warps=max(1, d // 1024))
+        d=d, BITS=bits, W=W, num_warps=max(1, d // 2048),
+        SLOTS=triton.next_power_of_2(indices.shape[1]) if y.dtype == torch.float32 else 0)
 
 
 def dot_launch(indices, x, out, m):
@@ -527,17 +574,25 @@ def dot_launch(indices, x, out, m):
         scale=d ** -0.5, d=d, BITS=bits, W=W, num_warps=max(1, d // 2048))
 
 
-def score_launch(x, parents, gamma, generators, moments, z, low):
-    (N, d), P, D = x.shape, parents.shape[1], len(generators)
+def moments_launch(parents, generators, pairs, moments, low):
+    D, BM = len(generators), 16
+    BN = min(256, triton.next_power_of_2(D))
+    return moments_kernel, (triton.cdiv(len(parents), BM), triton.cdiv(D, BN)), dict(
+        parents=parents, generators=generators, pairs=pairs, moments=moments, rows=len(parents), low=low, high=low + len(pairs),
+        D=D, BM=BM, BN=BN, num_warps=4)
+
+
+def score_launch(x, parents, gamma, moments, z, low, own):
+    (N, d), P, D = x.shape, parents.shape[1], gamma.shape[1]
     bits, W = packing(d)
-    BM = 64 if W <= 64 else 32  # the packed signs of BM rows stay in registers
-    BN = min(128, max(32, triton.next_power_of_2(D)))
+    # All generators in one tile where registers allow it: the signs are flipped once, and gamma is read once in 128 rows.
+    BM, BN, warps = (128, 256, 8) if W <= 64 else (32, 128, 4)
     if x.dtype == torch.float32:
-        BM, BN = 32, min(64, BN)  # no tensor cores for exact float32: a small tile, as the products stay in registers
+        BM, BN, warps = 32, 64, 4  # no tensor cores for exact float32: a small tile, as the products stay in registers
+    BN = min(BN, max(32, triton.next_power_of_2(D)))
     return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
-        x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
-        moments=moments, z=z, rows=N * P, low=low, high=low + len(moments), scale=d ** -0.5, P=P, D=D, d=d, BITS=bits, W=W, BM=BM, BN=BN,
-        num_warps=4, num_stages=3 if W <= 32 else 2,
+        x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, moments=moments, z=z, rows=N * P, low=low,
+        scale=d ** -0.5, P=P, D=D, d=d, BITS=bits, W=W, BM=BM, BN=BN, OWN=own, num_warps=warps, num_stages=3 if W <= 32 else 2,
         UPCAST=triton.knobs.runtime.interpret and x.dtype == torch.bfloat16)
 
 
@@ -545,17 +600,18 @@ def select_launch(z, parents, generators, indices, coefs):
     k, (N, P), D = indices.shape[1], parents.shape, len(generators)
     check(k <= 1024, f"the kernel selects at most 1024 features of a level, not {k}")
     keep = k + max(16, k // 4)
-    BLOCK = max(512, triton.next_power_of_2(4 * keep))
-    S = triton.next_power_of_2(2 * keep)
+    BLOCK = max(256, triton.next_power_of_2(4 * keep))
+    S = triton.next_power_of_2(3 * keep // 2)
+    warps = max(1, BLOCK // 512)
     scratch = torch.empty(N, S, dtype=torch.int64, device=z.device)
     return select_kernel, (N,), dict(
         z=z, parents=parents, generators=generators, indices=indices, coefs=coefs, scratch=scratch, k=k, keep=keep,
-        P=P, D=D, BLOCK=BLOCK, S=S, num_warps=BLOCK // 512)
+        P=P, D=D, BLOCK=BLOCK, S=S, THREADS=32 * warps, num_warps=warps)
 
 
 def run(launch):
     kernel, grid, arguments = launch
-    device = arguments["packed" if "packed" in arguments else "scratch"].device
+    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
     if 0 not in grid:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             kernel[grid](**arguments)
@@ -578,9 +634,13 @@ def score_triton(x, parents, generators, mean, rstd, low):
     gamma = torch.empty(D, d, dtype=x.dtype, device=x.device)
     ones = torch.ones(D, 1, device=x.device)
     run(decode_launch(generators[:, None], ones, gamma, low + len(mean), 1.0))  # the sign rows of the generators
-    moments = torch.stack([mean, rstd], 1).view(torch.int64)
+    pairs = torch.stack([mean, rstd], 1).view(torch.int64)
+    own = N * P < low  # where parents recur, the rows of all are made once
+    rows = parents.flatten() if own else torch.arange(low, device=x.device)
+    moments = torch.empty(len(rows), 2, D, device=x.device)
+    run(moments_launch(rows, generators, pairs, moments, low))
     z = torch.empty(N, P * D, dtype=torch.float32, device=x.device)
-    run(score_launch(x, parents, gamma.t().contiguous(), generators, moments, z, low))
+    run(score_launch(x, parents, gamma.t().contiguous(), moments, z, low, own))
     return z
 
 
@@ -924,14 +984,16 @@ def paper_launches(dtype=torch.bfloat16, tokens=2):
             parents, generators = torch.empty(tokens, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64)
             z, k = torch.empty(tokens, P * D), active[level]
             if level:
-                gamma, moments = torch.empty(d, D, dtype=dtype), torch.empty(2 ** bits[level], dtype=torch.int64)
-                yield f"d={d} P={P} D={D}", score_launch(x, parents, gamma, generators, moments, z, 2 ** bits[level - 1])
+                gamma, pairs = torch.empty(d, D, dtype=dtype), torch.empty(2 ** bits[level], dtype=torch.int64)
+                moments = torch.empty(tokens * P, 2, D)
+                yield f"d={d} D={D}", moments_launch(parents.flatten(), generators, pairs, moments, 2 ** bits[level - 1])
+                yield f"d={d} P={P} D={D}", score_launch(x, parents, gamma, moments, z, 2 ** bits[level - 1], False)
             yield f"d={d} C={P * D} k={k}", select_launch(
                 z, parents, generators, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
 
 
-def compile_for(launch, capability):
-    """Machine code of a launch for a compute capability: (registers, stack, local, shared bytes)."""
+def machine_code(launch, capability):
+    """A launch compiled for a compute capability, without such a GPU: (the binary, its bytes of shared memory)."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -949,14 +1011,25 @@ def compile_for(launch, capability):
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(kernel, signature, constants, aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return binary.asm["cubin"], binary.metadata.shared
+
+
+def cuobjdump(cubin, option):
+    """What NVIDIA's tool, which comes with Triton, says about a binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
+        file.write(cubin)
         file.flush()
         tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True).stdout
+        return subprocess.run([tool, option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def compile_for(launch, capability):
+    """What a launch needs on a compute capability: (registers, stack, local, shared bytes)."""
+    cubin, shared = machine_code(launch, capability)
+    text = cuobjdump(cubin, "--dump-resource-usage")
     registers, stack, local = (int(re.search(rf"{word}:(\d+)", text[text.index("Function"):])[1])
                                for word in ("REG", "STACK", "LOCAL"))
-    return registers, stack, local, binary.metadata.shared
+    return registers, stack, local, shared
 
 
 def main():

@@ -1,0 +1,301 @@
+"""What the bottleneck will cost on real GPUs, predicted by compiling for them and by arithmetic. Nothing here is measured.
+
+    python bench.py predict [--gpu H100|H200|B200|all] [--row small_2l ...] [--share 0.6] [--kernels] [--json FILE]
+
+Every kernel of a training step is compiled for the card, disassembled, and its instructions counted, each as often as the loops
+around it turn. With p the peak rate of a resource, e the share of the peak that we expect to reach, and w the work of a token:
+
+    time of a kernel = max over resources of w / (p e)          resources: issue slots, pipes, tensor cores, L2, memory
+    overhead = 1 + (sum over kernels + element-wise bytes) / (time of the dense model at a given share of peak FLOPs)
+
+Counted as stated, not known: which branch a token takes (the code has active[0] basis features, never the slow path of the
+selection), turns of loops that depend on the data (for normally distributed scores), tables that stay in a cache.
+Left out: launches, latency that other warps do not hide, bank conflicts, cache misses, the last wave of programs, the optimiser.
+"""
+import argparse
+import json
+import math
+import os
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+import kernels
+from config import load
+
+# Public figures: SMs; sustained clock; dense bfloat16 FLOP/s; bytes/s of memory and of L2 (5,120 a clock on Hopper; of Blackwell's
+# no figure is published: taken per SM as Hopper's); bytes of L2; warp instructions a clock and SM on the integer and logic pipe.
+GPUS = {
+    "H100": dict(capability=90, sms=132, clock=1.755e9, tensor=989e12, memory=3.35e12, l2=5120 * 1.755e9, cache=50e6, alu=2),
+    "H200": dict(capability=90, sms=132, clock=1.755e9, tensor=989e12, memory=4.8e12, l2=5120 * 1.755e9, cache=50e6, alu=2),
+    "B200": dict(capability=100, sms=148, clock=1.85e9, tensor=2250e12, memory=8e12, l2=5740 * 1.85e9, cache=126e6, alu=4),
+}
+# Warp instructions a clock and SM: 4 schedulers; float32 and integer multiply-adds share a pipe, the latter at half rate; a load or
+# store moves 128 bytes a clock; conversions and population counts.
+PIPES = {"issue": 4, "fma": 4, "imad": 2, "load/store": 1, "convert": 0.5}
+SHARE = {"tensor": 0.7, "L2": 0.7, "memory": 0.85}  # of a peak that a kernel reaches; of issue slots and pipes:
+PIPE_SHARE = 0.6
+UTILISATION = (0.35, 0.45, 0.55)         # of the dense model, in FLOPs: a faster dense model makes the same bottleneck dearer
+PAPER = {"small_2l": 1.47, "small_3l": 2.06, "large_2l": 1.22, "large_3l": 1.55}  # measured there on 4 H200
+PASS = 16384                             # tokens of one forward pass: what is made once a pass is shared by these
+TOKENS = 64                              # of the launches that are compiled: a multiple of what one program takes
+BISECTIONS, REPEATS = 5.5, 2.3           # turns of the selection's two searching loops; test_predict.py has where from
+ANALYSED = {}                            # H100 and H200 run the same machine code
+
+
+# Counting instructions
+
+
+class Instruction(NamedTuple):
+    name: str          # as LDG.E.128
+    conditional: bool
+    target: int | None  # of a branch: number of an instruction
+
+
+class Loop(NamedTuple):
+    """How often a loop turns: `turns` of its source, each with `each` instructions called `marker`.
+
+    The compiler may unroll: the markers found inside say how many turns of the source one turn of the machine code is, and a
+    second loop with fewer of them does the rest. With each=0, markers outside are turns that were moved out of the loop.
+    """
+    marker: str
+    each: float
+    turns: float
+
+
+def parse(text):
+    """The instructions of a disassembly."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][^;]*?)\s*;", text)
+    number = {int(address, 16): n for n, (address, _, _) in enumerate(found)}
+    code = []
+    for _, predicate, words in found:
+        name, _, operands = words.partition(" ")
+        target = number.get(int(operands.split()[-1].strip("`()"), 16)) if name.startswith("BRA") else None
+        code.append(Instruction(name, bool(predicate) or name.startswith("BRA") and "," in operands, target))
+    return code
+
+
+def executions(code, loops, share=1.0):
+    """How often each instruction is executed, and the turns of each loop found.
+
+    Counted is what comes before the first EXIT: behind it compilers put what is seldom needed (waiting, the slow path). A loop is
+    a branch backwards; one that only waits (NANOSLEEP) turns once. `share` of the turns take a long branch inside a loop.
+    """
+    stop = next(n for n, i in enumerate(code) if i.name.startswith("EXIT") and not i.conditional or i.target == n)
+    times = [float(n <= stop) for n in range(len(code))]
+    found, unrolled = [], {}
+    for end in (n for n in range(stop) if code[n].target is not None and code[n].target < n):
+        body = range(code[end].target, end + 1)
+        if any(code[n].name == "NANOSLEEP" for n in body):
+            continue
+        loop, inside = next(((loop, inside) for loop in loops if (inside := sum(bool(re.match(loop.marker, code[n].name)) for n in body))),
+                            (None, 0))
+        if loop is None:
+            raise ValueError(f"a loop of {len(body)} instructions has none of {[loop.marker for loop in loops]}: say in predict.py how "
+                             "often it turns")
+        if loop.each:
+            step = max(1, round(inside / loop.each))
+            turns = loop.turns % unrolled[loop] if unrolled.get(loop, 1) > step else loop.turns // step if step > 1 else loop.turns
+            unrolled[loop] = max(step, unrolled.get(loop, 1))
+        else:
+            turns = loop.turns - (sum(bool(re.match(loop.marker, i.name)) for i in code[:stop]) - inside) / inside
+        found.append((loop.marker, turns))
+        for n in body:
+            times[n] *= turns
+        for n in body:
+            skip = code[n].target
+            if code[n].conditional and skip is not None and n + 20 < skip <= end:
+                times[n + 1 : skip] = [share * t for t in times[n + 1 : skip]]
+    return times, found
+
+
+def pipe(name):
+    """(pipe, how much of it an instruction takes)."""
+    base = name.split(".")[0]
+    if base in ("FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2"):
+        return "fma", 2 if base[-1] == "2" else 1  # two to a lane: one slot, twice the work
+    if base.startswith("IMAD"):
+        return "imad", 1
+    if base in ("LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDGSTS", "LDTM", "STTM", "RED", "REDG", "ATOM", "ATOMG", "SHFL"):
+        return "load/store", 4 if ".128" in name or name.endswith("88.4") else 2 if ".64" in name else 1
+    if base in ("POPC", "FLO", "MUFU", "I2F", "I2FP", "F2I", "F2F"):
+        return "convert", 1
+    if base.endswith("MMA"):
+        return "mma", 1
+    if base.startswith("U") or base in ("BRA", "EXIT", "NOP", "BAR", "WARPSYNC", "WARPGROUP", "DEPBAR", "LDGDEPBAR", "MEMBAR", "FENCE",
+                                        "SYNCS", "BSSY", "BSYNC", "S2R", "S2UR", "R2UR", "CS2R", "LDC", "LDCU", "REDUX", "CREDUX"):
+        return "other", 1  # these take an issue slot only, as far as this model knows
+    return "alu", 1
+
+
+def count(code, times):
+    """Warp instructions by pipe, and all of them as "issue"."""
+    total = Counter()
+    for instruction, n in zip(code, times):
+        name, weight = pipe(instruction.name)
+        total[name] += weight * n
+        total["issue"] += n
+    total["fma"] += total["imad"]  # they share the pipe
+    return total
+
+
+def occupancy(registers, shared, warps):
+    """Warps that an SM of Hopper or Blackwell holds: 65,536 registers, 228 KiB shared memory, 64 warps, 32 programs."""
+    per_warp = math.ceil(registers / 8) * 8 * 32
+    return warps * min(65536 // (per_warp * warps), 228 * 1024 // (shared + 1024), 64 // warps, 32)
+
+
+# What a training step runs
+
+
+class Kernel(NamedTuple):
+    name: str
+    launch: tuple
+    loops: list
+    tokens: float      # that the launch serves
+    memory: float      # bytes of a token that no cache can spare
+    l2: float          # bytes of a token that pass through L2
+    flops: float = 0   # of a token, on tensor cores
+    share: float = 1.0
+    times: int = 1     # in a step
+
+
+def step_kernels(config, cache):
+    """Every kernel of one layer's forward and backward pass, with what a token needs. bfloat16 activations, float32 sums."""
+    d, active, m = config.d, config.active, 2 ** config.bits[-1]
+    K, W = sum(active), kernels.packing(d)[1]
+    x, y = torch.empty(TOKENS, d, dtype=torch.bfloat16), torch.empty(TOKENS, d)
+    indices, coefs = torch.empty(TOKENS, K, dtype=torch.int64), torch.empty(TOKENS, K)
+    hashed = K - active[0]
+    moved, signs = 12 * K + 4 * d, 8 * W * hashed  # index and coefficient of a feature, a row of float32; two rows of packed signs
+    yield Kernel("decode", kernels.decode_launch(indices, coefs, y, m, 1.0), [Loop("LDG", 4, K)], TOKENS,
+                 moved, moved + signs, share=hashed / K, times=2)  # forward, and the gradient of the scores
+    yield Kernel("dot", kernels.dot_launch(indices, y, coefs, m), [Loop("SHFL", 5, K)], TOKENS,
+                 moved, moved + signs, share=hashed / K)           # the gradient of decode
+    for level, k in enumerate(active):
+        P, D = (active[level - 1], config.children[level - 1]) if level else (1, d)
+        C = P * D
+        parents, generators, z = torch.empty(TOKENS, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64), torch.empty(TOKENS, C)
+        if level:
+            low = 2 ** config.bits[level - 1]
+            gamma, moments = torch.empty(d, D, dtype=torch.bfloat16), torch.empty(low, 2, D)
+            pairs = torch.empty(2 ** config.bits[level] - low, dtype=torch.int64)
+            made = low * D / PASS  # entries of the table of moments, made once a pass; a random read takes 32 bytes of L2
+            yield Kernel(f"moments {level}", kernels.moments_launch(torch.empty(low, dtype=torch.int64), generators, pairs, moments, low),
+                         [], PASS, 8 * made, 40 * made)
+            launch = kernels.score_launch(x, parents, gamma, moments, z, low, False)
+            tile = launch[2]
+            moved = 2 * d + 8 * P + 4 * C
+            yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,
+                         moved + 8 * C * (8 * low * D > cache / 2), moved + 8 * C + 2 * d * D * P / tile["BM"], flops=2 * C * d)
+        launch = kernels.select_launch(z, parents, generators, torch.empty(TOKENS, k, dtype=torch.int64), torch.empty(TOKENS, k))
+        tile = launch[2]
+        lanes = tile["BLOCK"] / 32 / tile["num_warps"]
+        moved = 4 * C + 8 * P + 12 * k
+        yield Kernel(f"select {level}", launch, [Loop("I2F", lanes, min(REPEATS, C / tile["BLOCK"])), Loop("LDG", lanes, C / tile["BLOCK"]),
+                     Loop("C?REDUX", 1, BISECTIONS)], TOKENS, moved, moved + 4 * C + 16 * tile["S"])
+
+
+def other_bytes(config):
+    """Bytes of a token in what torch.compile fuses: 34 a coordinate, 60 an active feature, and the sums of the levels.
+
+    Forward: write z of level 0 with x, read it for its sums (4 + 4); norms: read y and x, write y (4 + 2 + 2). Backward: read the
+    gradient, y and x, write two gradients (2 + 4 + 2 + 4 + 2); read the gradient of the scores (4). The sums are of 64 tokens a
+    step, laid out by feature, and added up in every pass.
+    """
+    features = 2 ** config.bits[-1] - config.d
+    return 34 * config.d + 60 * sum(config.active) + 24 * features * (1 / PASS + 64 / config.batch_tokens)
+
+
+def dense_flops(config):
+    """Forward and backward of a token in one layer: 36 d^2 multiply-adds, causal attention, and the layer's share of the head."""
+    return 72 * config.d ** 2 + 6 * config.d * config.context + 6 * config.d * config.vocab_size / config.layers
+
+
+# Time
+
+
+def analyse(kernel, capability):
+    """What a kernel takes of an SM, and the warp instructions of a token."""
+    cubin, shared = kernels.machine_code(kernel.launch, capability)
+    registers = int(re.search(r"REG:(\d+)", kernels.cuobjdump(cubin, "--dump-resource-usage").partition("Function")[2])[1])
+    code, (_, grid, arguments) = parse(kernels.cuobjdump(cubin, "-sass")), kernel.launch
+    times, loops = executions(code, kernel.loops, kernel.share)
+    each = math.prod(grid) * arguments["num_warps"] / kernel.tokens  # warps a token
+    return dict(registers=registers, shared=shared, warps_per_sm=occupancy(registers, shared, arguments["num_warps"]), loops=loops,
+                instructions={name: each * n for name, n in count(code, times).items()})
+
+
+def predict_kernel(kernel, gpu, pipe_share=PIPE_SHARE):
+    """Microseconds of one layer and 1,024 tokens on each resource; the largest is the prediction."""
+    key = kernel.name, gpu["capability"], tuple(kernel.launch[2][name] for name in kernel.launch[0].arg_names
+                                                if not isinstance(kernel.launch[2][name], torch.Tensor))
+    found = ANALYSED[key] if key in ANALYSED else ANALYSED.setdefault(key, analyse(kernel, gpu["capability"]))
+    rates = PIPES | {"alu": gpu["alu"]}
+    work = {name: found["instructions"].get(name, 0) / (rate * gpu["sms"] * gpu["clock"]) for name, rate in rates.items()}
+    work |= {"tensor": kernel.flops / gpu["tensor"], "L2": kernel.l2 / gpu["l2"], "memory": kernel.memory / gpu["memory"]}
+    resources = {name: 1024e6 * seconds / SHARE.get(name, pipe_share) for name, seconds in work.items()}
+    bound = max(resources, key=resources.get)
+    return dict(kernel=kernel.name, times=kernel.times, microseconds=resources[bound], bound=bound, resources=resources) | found
+
+
+def predict(row, name, pipe_share=PIPE_SHARE):
+    """One row on one GPU: microseconds of one layer and 1,024 tokens, forward and backward."""
+    config, gpu = load([os.path.join(os.path.dirname(__file__), "configs", row + ".py")]), GPUS[name]
+    parts = [predict_kernel(kernel, gpu, pipe_share) for kernel in step_kernels(config, gpu["cache"])]
+    other = 1024e6 * other_bytes(config) / (gpu["memory"] * SHARE["memory"])
+    total = other + sum(part["times"] * part["microseconds"] for part in parts)
+    dense = {u: 1024e6 * dense_flops(config) / (gpu["tensor"] * u) for u in UTILISATION}
+    return dict(row=row, gpu=name, kernels=parts, elementwise=other, bottleneck=total, dense=dense,
+                overhead={u: 1 + total / dense[u] for u in UTILISATION}, paper=PAPER[row])
+
+
+def show(results, details):
+    print("PREDICTED by compilation and arithmetic, not measured. Microseconds of one layer and 1,024 tokens, forward and backward;\n"
+          "overhead against a dense model at a share of its peak FLOPs; the paper's was measured, on 4 H200.\n")
+    groups = ("decode", "dot", "score", "select", "moments")
+    print(f"{'GPU':5} {'row':9}" + "".join(f"{g:>8}" for g in groups) + f"{'other':>7}{'sum':>8}{'dense':>8}   "
+          + "".join(f"{f'at {u:.0%}':>8}" for u in UTILISATION) + f"{'paper':>8}")
+    for result in results:
+        sums = [sum(k["times"] * k["microseconds"] for k in result["kernels"] if k["kernel"].split()[0] == g) for g in groups]
+        print(f"{result['gpu']:5} {result['row']:9}" + "".join(f"{s:8.1f}" for s in sums)
+              + f"{result['elementwise']:7.1f}{result['bottleneck']:8.1f}{result['dense'][UTILISATION[1]]:8.1f}   "
+              + "".join(f"{o:7.2f}x" for o in result["overhead"].values()) + f"{result['paper']:7.2f}x")
+        if details:
+            show_kernels(result["kernels"])
+
+
+def show_kernels(parts):
+    print(f"\n      {'kernel':12}{'us':>7}    {'bound by':12}{'next':18}{'registers':>9}{'shared':>8}{'warps/SM':>9}   instructions")
+    for part in parts:
+        first, second = sorted(part["resources"], key=part["resources"].get)[:-3:-1]
+        times = f"x{part['times']}" if part["times"] > 1 else ""
+        mix = ", ".join(f"{name} {n:.0f}" for name, n in part["instructions"].items() if name != "issue" and n >= 1)
+        print(f"      {part['kernel']:12}{part['microseconds']:7.1f}{times:2}  {first:12}{second:11}{part['resources'][second]:5.1f}  "
+              f"{part['registers']:9}{part['shared']:8}{part['warps_per_sm']:9}   {part['instructions']['issue']:.0f}: {mix}")
+    print()
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="bench.py predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", choices=[*GPUS, "all"], default="all")
+    parser.add_argument("--row", choices=PAPER, nargs="+", default=list(PAPER))
+    parser.add_argument("--share", type=float, default=PIPE_SHARE, help="of issue slots and pipes that a kernel reaches (%(default)s)")
+    parser.add_argument("--kernels", action="store_true", help="every kernel: what binds it, registers, occupancy, instructions")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
+    options = parser.parse_args(arguments)
+    if kernels.triton is None:
+        raise SystemExit("bench.py predict: triton, which compiles the kernels, is not installed (Linux only): pip install triton")
+    if not 0 < options.share <= 1:
+        raise SystemExit(f"bench.py predict: --share {options.share} must lie above 0 and be at most 1")
+    results = [predict(row, gpu, options.share) for gpu in (GPUS if options.gpu == "all" else [options.gpu]) for row in options.row]
+    show(results, options.kernels)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"predicted": True, "rows": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

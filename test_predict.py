@@ -1,0 +1,147 @@
+"""The prediction counts what it says it counts. Machine code is made in another process: here the kernels are interpreted."""
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import kernels
+import predict
+from config import load
+
+pytestmark = pytest.mark.skipif(kernels.triton is None, reason="triton, which compiles for GPUs, is not installed (Linux only)")
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, {folder!r})
+import torch, triton, triton.language as tl
+import kernels, predict
+from config import load
+
+@triton.jit
+def toy(x, y, N):
+    at = tl.arange(0, 1024)
+    total = tl.zeros([1024], tl.float32)
+    for n in range(N):
+        total += tl.load(x + n * 1024 + at)
+    tl.store(y + at, total)
+
+def analyse_toy(N):
+    launch = toy, (1,), dict(x=torch.empty(4), y=torch.empty(4), N=N, num_warps=1)
+    return predict.analyse(predict.Kernel("toy", launch, [predict.Loop("LDG", 8, N)], 1, 0, 0), 90)
+
+config = load([{config!r}])
+config.active = (16, 64)
+more = [predict.predict_kernel(kernel, predict.GPUS["H100"]) for kernel, _ in zip(predict.step_kernels(config, 0), range(2))]
+print(json.dumps(dict(toy=[analyse_toy(N) for N in (1, 11, 100)], row=predict.predict("small_2l", "H100"), more=more)))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = os.path.dirname(os.path.abspath(predict.__file__))
+    script = tmp_path_factory.mktemp("predict") / "script.py"
+    script.write_text(SCRIPT.format(folder=folder, config=os.path.join(folder, "configs", "small_2l.py")))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_instructions_of_a_kernel_known_by_hand(compiled):
+    """N times 1024 additions, of 32 lanes each, and 4 kB read by 8 loads of 4 clocks, however the compiler unrolls; 4 kB written."""
+    for N, toy in zip((1, 11, 100), compiled["toy"]):
+        assert toy["instructions"]["fma"] - toy["instructions"].get("imad", 0) == 32 * N
+        assert toy["instructions"]["load/store"] == 32 * N + 32
+
+
+def test_loops_and_branches_of_a_listing():
+    code = predict.parse("""
+        /*0000*/                   MOV R1, R2 ;
+        /*0010*/                   LDG.E R3, desc[UR4][R2.64] ;
+        /*0020*/              @!P1 BRA 0x50 ;
+        /*0030*/                   FADD R4, R4, R3 ;
+        /*0040*/                   IMAD R5, R5, R5, R5 ;
+        /*0050*/               @P0 BRA 0x10 ;
+        /*0060*/               @P2 BRA 0x80 ;
+        /*0070*/                   EXIT ;
+        /*0080*/                   FADD R4, R4, R4 ;
+        /*0090*/                   EXIT ;
+        /*00a0*/                   BRA 0xa0 ;""")
+    times, loops = predict.executions(code, [predict.Loop("LDG", 1, 7)])
+    assert loops == [("LDG", 7)] and times == [1, 7, 7, 7, 7, 7, 1, 1, 0, 0, 0]
+    assert predict.count(code, times) == {"alu": 1, "load/store": 7, "other": 16, "fma": 14, "imad": 7, "issue": 38}
+    with pytest.raises(ValueError, match="a loop of 5 instructions has none of"):
+        predict.executions(code, [predict.Loop("HGMMA", 1, 7)])
+
+
+def test_every_loop_is_found_and_turns_as_the_source_says(compiled):
+    loops = {k["kernel"]: k["loops"] for k in compiled["row"]["kernels"]}
+    assert loops["decode"] == [["LDG", 12], ["LDG", 0]] and loops["dot"] == [["SHFL", 12], ["SHFL", 0]]  # 48, by fours
+    assert loops["score 1"] == [["HGMMA|UTCHMMA", 32]] and loops["moments 1"] == []
+    for level, turns in (0, 4), (1, 16):
+        kinds = dict(loops[f"select {level}"])
+        assert kinds.pop("LDG", turns) == turns  # or unrolled altogether
+        assert kinds == {"C?REDUX": predict.BISECTIONS, "I2F": predict.REPEATS}
+
+
+def test_tensor_cores_do_what_the_product_needs(compiled):
+    score = next(k for k in compiled["row"]["kernels"] if k["kernel"] == "score 1")
+    assert score["instructions"]["mma"] * 64 * 256 * 16 == 4 * 16 * 256 * 1024  # four warps share an instruction of 64x256x16
+
+
+def test_more_features_cost_more(compiled):
+    for few, many in zip(compiled["row"]["kernels"], compiled["more"]):
+        assert few["kernel"] == many["kernel"] and 1.5 * few["microseconds"] < many["microseconds"] < 2.5 * few["microseconds"]
+
+
+def test_the_sum_is_of_its_parts_and_dense_time_falls_with_utilisation(compiled):
+    row = compiled["row"]
+    total = row["elementwise"] + sum(k["times"] * max(k["resources"].values()) for k in row["kernels"])
+    assert row["bottleneck"] == pytest.approx(total)
+    overhead = list(row["overhead"].values())
+    assert overhead == sorted(overhead) and overhead[1] == pytest.approx(1 + total / (1024e6 * 107_544_576 / (0.45 * 989e12)), rel=1e-6)
+
+
+def test_bytes_of_small_2l_by_hand():
+    config = load(["configs/small_2l.py"])
+    kernel = {k.name: k for k in predict.step_kernels(config, 50e6)}
+    assert kernel["decode"].memory == 48 * (8 + 4) + 1024 * 4 and kernel["decode"].times == 2
+    assert kernel["decode"].l2 - kernel["decode"].memory == 32 * 2 * 1024 / 8
+    assert kernel["score 1"].memory == 1024 * 2 + 16 * 8 + 4096 * 4
+    assert kernel["score 1"].l2 == kernel["score 1"].memory + 4096 * 8 + 1024 * 256 * 2 // 8  # Gamma once for 8 tokens
+    assert kernel["score 1"].flops == 2 * 4096 * 1024
+    assert kernel["select 1"].memory == 4096 * 4 + 16 * 8 + 32 * 12 and kernel["select 0"].memory == 1024 * 4 + 8 + 16 * 12
+    assert predict.dense_flops(config) == pytest.approx(72 * 2 ** 20 + 6 * 2 ** 20 + 6 * 1024 * 50304 / 12)
+
+
+@pytest.mark.parametrize("registers, shared, warps, expected", [(64, 512, 1, 32), (96, 0, 2, 20), (244, 73728, 8, 8), (32, 0, 4, 64)])
+def test_occupancy(registers, shared, warps, expected):
+    assert predict.occupancy(registers, shared, warps) == expected
+
+
+@pytest.mark.parametrize("C, k, BLOCK", [(1024, 16, 256), (4096, 32, 256), (8192, 64, 512)])
+def test_turns_of_the_selection_for_normal_scores(C, k, BLOCK):
+    """The search of select_kernel in numpy: how often it halves, and the most that one group has above the threshold."""
+    rng, keep, halvings, most = np.random.default_rng(0), k + max(16, k // 4), [], []
+    for _ in range(200):
+        size = np.abs(rng.standard_normal(C)).astype(np.float32).view(np.int32).astype(np.int64).reshape(-1, BLOCK)
+        top = size.max(0)
+        threshold, below, reached, stride, turns = 0, top.max() + 1, BLOCK, 1 << 23, 0
+        while below - threshold > 1 and reached > keep + keep // 8:
+            middle, turns = max(threshold + (below - threshold) // 2, below - stride), turns + 1
+            if (count := (top >= middle).sum()) >= keep:
+                threshold, reached = middle, count
+            else:
+                below, stride = middle, 2 * min(stride, 1 << 29)
+        halvings.append(turns)
+        most.append((size >= threshold).sum(0).max())
+    assert np.mean(halvings) <= predict.BISECTIONS + 0.3 and np.mean(most) <= predict.REPEATS + 0.3
+
+
+def test_command_line_answers(capsys):
+    with pytest.raises(SystemExit):
+        predict.main(["--gpu", "H300"])
+    assert "invalid choice: 'H300'" in capsys.readouterr().err
