@@ -360,7 +360,7 @@ def test_a_dense_model_has_no_features_and_says_so(run, capsys):
 # The harness
 
 
-def same_as_the_harness(folder, questions, limit):
+def assert_same_as_the_harness(folder, questions, limit):
     results = go(folder, "--tasks", "hellaswag,lambada", "--data", questions, "--limit", limit, "--harness", "hellaswag,lambada_openai")
     for ours, theirs in ("hellaswag", "harness hellaswag"), ("lambada", "harness lambada_openai"):
         assert len(results[ours]["right"]["acc"]) == limit
@@ -374,7 +374,7 @@ def same_as_the_harness(folder, questions, limit):
 
 def test_the_harness_marks_the_same_questions_right(world, run):
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-    results = same_as_the_harness(run(), world, 60)
+    results = assert_same_as_the_harness(run(), world, 60)
     assert 0 < results["lambada"]["acc"] < 1 and 0 < results["hellaswag"]["acc"] < 1
 
 
@@ -382,7 +382,7 @@ def test_the_harness_agrees_on_the_real_questions(run):
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     if not os.path.exists(os.path.join(SHARED, "hellaswag_val.jsonl")):
         pytest.skip("../shared/data with hellaswag_val.jsonl and lambada_test.jsonl is not here")
-    same_as_the_harness(run("none"), SHARED, 50)
+    assert_same_as_the_harness(run("none"), SHARED, 50)
 
 
 def test_the_adapter_answers_all_the_harness_can_ask(world):

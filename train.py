@@ -116,7 +116,7 @@ class FeatureCounts:
     """What the features of every bottleneck do, summed over batches and, with `reduce`, over ranks.
 
     fired (layers, m): on how many tokens each feature was active.  explained (layers, levels): the fraction of variance
-    explained, 1 - |h - y|^2 / |h - mean h|^2, of the input h by the output y, were the code cut off after this level.
+    explained, 1 - |h - y|^2 / |h - mean h|^2, of the input h by the output y, without the features of higher levels.
     """
 
     def __init__(self, model):
@@ -131,8 +131,8 @@ class FeatureCounts:
     def add(self, record):
         """The (code, output, input) of every layer on one batch."""
         for number, (layer, (code, y, h)) in enumerate(zip(self.layers, record)):
-            cuts = list(itertools.accumulate(layer.active))[:-1]
-            outputs = [layer.decode(Code(code.indices[..., :K], code.coefs[..., :K]), like=h) for K in cuts] + [y]
+            outputs = [layer.decode(Code(code.indices, code.coefs.masked_fill(code.indices >= high, 0)), like=h)
+                       for high in layer.lows[1:-1]] + [y]
             h = h.double().flatten(0, 1)  # (N, d)
             self.fired[number] += torch.bincount(code.indices[code.coefs != 0], minlength=layer.m)
             self.tokens[number] += len(h)
