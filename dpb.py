@@ -36,8 +36,8 @@ SELECTIONS = ("hierarchical", "flat")
 class Code(NamedTuple):
     """A sparse code: feature indices (..., K), int64, and their signed coefficients (..., K), levels in order.
 
-    Within a level the largest |coefficient| comes first; flat selection puts the largest of all first. The two are all that a decoder needs, so whatever reads or
-    edits features works on this.
+    Within a level the largest |coefficient| comes first; flat selection puts the largest of all first. The two are all
+    that a decoder needs, so whatever reads or edits features works on this.
     """
     indices: torch.Tensor
     coefs: torch.Tensor
