@@ -11,7 +11,7 @@ import dpb
 import kernels
 from dpb import Code, DeepParityBottleneck, update_moments
 
-PATHS = [("reference", "gemm"), ("torch", "gemm"), ("torch", "transform"), ("triton", "gemm")]
+PATHS = [("reference", "gemm"), ("c", "gemm"), ("c", "transform"), ("triton", "gemm")]
 TWO = dict(d=64, bits=(6, 10), active=(5, 9), children=(31,))
 THREE = dict(d=64, bits=(6, 9, 11), active=(4, 6, 10), children=(14, 12))
 
