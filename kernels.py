@@ -127,6 +127,7 @@ class Rescale(torch.autograd.Function):
         """above / below, or above / 1 where below is zero."""
         return (above / torch.where(below == 0, 1, below)).to(like.dtype)
 
+
 rescale = Rescale.apply
 
 
@@ -174,7 +175,7 @@ def pattern_words(d, m):
 
 @functools.lru_cache(maxsize=None)
 def library():
-    """kernels.c as a loaded library, made for this very processor and kept in a cache; None without a C compiler."""
+    """kernels.c as a loaded library, compiled for this very processor and kept in a cache; None without a C compiler."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None:
         warnings.warn("there is no C compiler, so the bottleneck runs in plain torch, many times slower: install gcc or clang")
@@ -184,18 +185,24 @@ def library():
         key = hashlib.sha256(file.read() + compiler.encode() + processor().encode()).hexdigest()[:16]
     folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "paritytransformer")
     path = os.path.join(folder, f"kernels-{key}.so")
-    if not os.path.exists(path):
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as build:  # then moved: other processes see all of it or nothing
-            made = os.path.join(build, "kernels.so")
-            command = [compiler, "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi", source, "-o", made, "-lm"]
+    if os.path.exists(path):
+        return ctypes.CDLL(path)
+    with tempfile.TemporaryDirectory() as build:
+        made = os.path.join(build, "kernels.so")
+        command = [compiler, "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi", source, "-o", made, "-lm"]
+        run = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
+        if run.returncode:
             run = subprocess.run(command, capture_output=True, text=True)
+            warnings.warn(f"{compiler} has no OpenMP, so the bottleneck uses one thread: install gcc" if run.returncode == 0 else
+                          f"kernels.c could not be compiled, so the bottleneck runs in plain torch, many times slower: {' '.join(command)}\n"
+                          f"{run.stderr[:2000]}")
             if run.returncode:
-                warnings.warn(f"kernels.c could not be compiled, so the bottleneck runs in plain torch, many times slower:\n"
-                              f"{' '.join(command)}\n{run.stderr[:2000]}")
                 return None
-            os.replace(made, path)
-    return ctypes.CDLL(path)
+        with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
+            os.makedirs(folder, exist_ok=True)
+            shutil.copy(made, f"{path}.{os.getpid()}")
+            os.replace(f"{path}.{os.getpid()}", path)  # other processes see all of it or nothing
+        return ctypes.CDLL(made)
 
 
 @torch.compiler.assume_constant_result  # not to be traced

@@ -186,6 +186,37 @@ def test_selection_with_repeats_everywhere(use, path):
     assert torch.equal(indices[:, :8], expected[0]) and torch.equal(coefs[:, 8:], torch.zeros(3, 3))
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("N, d, k", [(1, 8, 8), (5, 16, 3), (3, 128, 8), (2, 1024, 16), (3, 256, 256), (0, 64, 5)])
+def test_level_0_selects_the_largest_standardised_coordinates(use, path, N, d, k):
+    rng = torch.Generator().manual_seed(d)
+    mean, rstd = torch.randn(d, generator=rng) / 4, 0.5 + torch.rand(d, generator=rng)
+    use(path)
+    for x in (torch.randn(N, d, generator=rng), torch.randint(-2, 3, (N, d), generator=rng).bfloat16(), torch.zeros(N, d)):
+        for center, scale in (mean, rstd), (torch.zeros(d), torch.ones(d)):  # without ties, and with
+            z = (x.float() - center) * scale
+            order = [sorted(range(d), key=lambda i: (-abs(row[i]), i))[:k] for row in z.tolist()]
+            indices, coefs = kernels.search_basis(x, center, scale, k)
+            assert indices.tolist() == order and torch.equal(coefs, z.gather(1, indices))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_count_a_child_of_two_parents_once(use, path):
+    _, parents, generators, *_ = level(64, 512, 9, 6, 40)
+    values = torch.randn(9, 512, generator=torch.Generator().manual_seed(0))
+    children = (parents[:, :, None] ^ generators).flatten(1)
+    expected = torch.ones(3, 512, dtype=torch.float64)  # sums are added to what is there
+    for n, row in enumerate(children.tolist()):
+        for child in set(row):
+            z = values[n, child].double()
+            expected[:, child] += torch.stack([torch.ones_like(z), z, z * z])
+    assert any(len(set(row)) < len(row) for row in children.tolist())
+    use(path)
+    sums = torch.ones(3, 512)
+    kernels.collect_sums(values.gather(1, children), parents, generators, sums)
+    torch.testing.assert_close(sums, expected.float())
+
+
 @pytest.mark.parametrize("path, method", [("reference", "gemm"), ("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
 def test_search_is_score_and_select_in_one(use, path, method):
     arguments = level(64, 1024, 11, 5, 20)
@@ -212,6 +243,32 @@ def test_gradients_equal_autograd_through_the_dense_dictionary(use, path):
     torch.testing.assert_close(got, torch.autograd.grad((coefs[:, :, None] * phi).sum(1), coefs, g_y)[0])
     got = torch.autograd.grad(kernels.parity_dot(indices, x, m), x, g_s)[0]
     torch.testing.assert_close(got, torch.autograd.grad((phi * x[:, None]).sum(2), x, g_s)[0])
+
+
+@pytest.mark.parametrize("d", [8, 16, 64, 512])
+@pytest.mark.parametrize("path", PATHS)
+def test_decode_to_given_norms_and_its_gradients(use, path, d):
+    """y = y_hat |x| / |y_hat| against autograd in float64: also for inputs whose squares overflow or vanish in float32."""
+    rng = torch.Generator().manual_seed(d)
+    indices = torch.stack([torch.randperm(4 * d, generator=rng)[:5] for _ in range(6)])
+    indices[:, 0] %= d
+    coefs, x, grad = (torch.randn(6, n, generator=rng) for n in (5, d, d))
+    x *= torch.tensor([1, 1, 2.0 ** 100, 2.0 ** -100, 1, 0])[:, None]
+    coefs *= torch.tensor([1, 0, 1, 1, 2.0 ** -100, 1])[:, None]
+    use(path)
+    coefs.requires_grad_(), x.requires_grad_()
+    y = kernels.parity_decode(indices, coefs, d, 4 * d, like=x)
+    got = torch.autograd.grad(y, (coefs, x), grad)
+    c64, x64 = coefs.detach().double().requires_grad_(), x.detach().double().requires_grad_()
+    y_hat = (c64[:, :, None] * dense_dictionary(d, 4 * d)[indices]).sum(1)
+    norm = y_hat.norm(dim=1, keepdim=True)
+    exact = y_hat * x64.norm(dim=1, keepdim=True) / torch.where(norm == 0, 1, norm)
+    for row in 0, 2, 3, 4:
+        expected = [v[row] for v in torch.autograd.grad(exact[row], (c64, x64), grad[row].double(), retain_graph=True)]
+        for a, b in zip([y[row], got[0][row], got[1][row]], [exact[row], *expected]):
+            assert (a.double() - b).abs().max() <= 4e-6 * b.abs().max()
+    for row in 1, 5:  # zero code, zero input: zero, and nothing that is not finite
+        assert (y[row] == 0).all() and all(torch.isfinite(g[row]).all() for g in got)
 
 
 @pytest.mark.parametrize("path, method", [("reference", "gemm"), ("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
@@ -244,7 +301,10 @@ def test_operators_pass_opcheck():
     x.requires_grad_()
     for operator, arguments in [
         (kernels.decode_op, (indices, coefs, 64, 1024)),
+        (kernels.decode_like_op, (indices, coefs, x, 1024)),
         (kernels.dot_op, (indices, x, 1024)),
+        (kernels.basis_op, (x.detach(), mean[:64], rstd[:64], 5)),
+        (kernels.collect_op, (z, parents, generators, torch.zeros(3, 1024))),
         (kernels.score_op, (x, parents, generators, mean, rstd, low, "gemm")),
         (kernels.score_op, (x, parents, generators, mean, rstd, low, "transform")),
         (kernels.select_op, (z, parents, generators, 5)),
@@ -324,6 +384,53 @@ def test_every_bit_pattern_of_nan_is_a_nan(use, path):
     assert torch.isnan(coefs).sum(1).tolist() == [1, 2, 1]
 
 
+def run_everything():
+    x, *rest = arguments = level(64, 1024, 50, 5, 33)
+    x.requires_grad_()
+    indices, coefs = kernels.search_children(*arguments, 9, "transform")
+    y = kernels.parity_decode(indices, coefs, 64, 1024, like=x)
+    return (indices, coefs, y, *torch.autograd.grad(y.square().sum() + y[:, 3].sum(), x), *kernels.search_children(*arguments, 9, "gemm"),
+            *kernels.search_basis(x, torch.zeros(64), torch.ones(64), 5), kernels.parity_dot(indices, x, 1024))
+
+
+def test_the_number_of_threads_changes_nothing(use):
+    use("c")
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in 1, 2, 5:
+            torch.set_num_threads(threads)
+            results.append(run_everything())
+    finally:
+        torch.set_num_threads(before)
+    for one, two, five in zip(*results):
+        assert torch.equal(one, two) and torch.equal(one, five)
+
+
+@pytest.mark.parametrize("problem", ["no compiler", "a compiler that fails", "no place to write"])
+def test_without_a_compiler_the_same_comes_out_and_it_is_said(monkeypatch, tmp_path, problem):
+    expected = run_everything()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if problem == "no compiler":
+        monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    elif problem == "a compiler that fails":
+        monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/false")
+    else:
+        (tmp_path / "paritytransformer").write_text("a file where the folder should be")
+    kernels.library.cache_clear()
+    try:
+        if problem == "no place to write":
+            got = run_everything()
+            assert kernels.library() is not None
+        else:
+            with pytest.warns(UserWarning, match="plain torch, many times slower"):
+                got = run_everything()
+            assert kernels.library() is None
+    finally:
+        kernels.library.cache_clear()
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_wrong_arguments_are_answered():
     indices, coefs, x = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3), torch.ones(2, 64)
     arguments = dict(zip(("x", "parents", "generators", "mean", "rstd", "low"), level(64, 1024, 2, 3, 20)))
@@ -335,7 +442,10 @@ def test_wrong_arguments_are_answered():
         (lambda: kernels.parity_decode(indices, coefs[:, :2], 64), "must have one shape"),
         (lambda: kernels.parity_decode(indices, coefs, 64, m=3000), "3000 is no number of features for d=64"),
         (lambda: kernels.parity_decode(indices, coefs, 64, m=2 ** 20), "power of two from 64 to 4096"),
+        (lambda: kernels.parity_decode(indices, coefs, 64, like=x[:1]), r"like must have shape \(2, 64\)"),
         (lambda: kernels.parity_dot(indices, x[0]), "x must have 2 dimensions"),
+        (lambda: kernels.search_basis(x, x[0], x[0, :3], 2), "mean and rstd must have the length 64"),
+        (lambda: kernels.search_basis(x, x[0], x[0], 65), "k=65 features cannot be selected from 64"),
         (lambda: kernels.select_distinct(x[0], indices, torch.arange(4), 3), "z must have 2 dimensions"),
         (lambda: kernels.select_distinct(x, indices, torch.rand(4), 3), "generators must be integers"),
         (lambda: kernels.score_children(**arguments | {"parents": indices[:, :0]}), "parents are empty"),
