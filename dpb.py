@@ -163,7 +163,7 @@ class DeepParityBottleneck(nn.Module):
         flat = x.reshape(-1, self.d)  # (N, d)
         with torch.no_grad():
             indices, z = (self.search_levels if self.selection == "hierarchical" else self.search_all)(flat.detach())  # (N, K)
-        coefs = attach_scores(z, indices, flat, self.var[indices].rsqrt(), self.m)
+        coefs = attach_scores(z, indices, flat, self.var[indices].rsqrt(), self.m) if flat.requires_grad else z
         shape = *x.shape[:-1], sum(self.active)
         return Code(indices.view(shape), coefs.view(shape))
 

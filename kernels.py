@@ -227,18 +227,23 @@ def call(name, *arguments):
     getattr(library(), name)(*map(convert, arguments))
 
 
+def threads(N):
+    """Of the processor, for N tokens: a thread is worth its waking for some tokens only."""
+    return max(1, min(torch.get_num_threads(), N // 8))
+
+
 def decode_c(indices, coefs, d, m, like=None):
     """The decoded rows; with `like`, scaled to its norms, and also (N, 2): the scale of each row, and its norm in `like`."""
     N, K = indices.shape
     y, norms = coefs.new_empty(N, d), coefs.new_empty(N, 2, dtype=torch.float64)
-    call("decode", indices, coefs, like, packed_signs(d, m, coefs.device), y, norms, N, K, d, *packing(d), torch.get_num_threads())
+    call("decode", indices, coefs, like, packed_signs(d, m, coefs.device), y, norms, N, K, d, *packing(d), threads(N))
     return y if like is None else (y, norms)
 
 
 def dot_c(indices, x, m):
     (N, d), K = x.shape, indices.shape[1]
     out = x.new_empty(N, K)
-    call("dot", indices, x, None, None, None, packed_signs(d, m, x.device), out, None, N, K, d, *packing(d), torch.get_num_threads())
+    call("dot", indices, x, None, None, None, packed_signs(d, m, x.device), out, None, N, K, d, *packing(d), threads(N))
     return out
 
 
@@ -247,30 +252,30 @@ def decode_like_backward_c(indices, grad, y, like, norms, m):
     (N, d), K = grad.shape, indices.shape[1]
     to_coefs, to_like = grad.new_empty(N, K), torch.empty_like(like)
     call("dot", indices, grad, y, like, norms, packed_signs(d, m, grad.device), to_coefs, to_like, N, K, d, *packing(d),
-         torch.get_num_threads())
+         threads(N))
     return to_coefs, to_like
 
 
 def basis_c(x, mean, rstd, k):
     N, d = x.shape
     indices, coefs = torch.empty(N, k, dtype=torch.int64), x.new_empty(N, k)
-    call("basis", x, mean, rstd, indices, coefs, N, d, k, torch.get_num_threads())
+    call("basis", x, mean, rstd, indices, coefs, N, d, k, threads(N))
     return indices, coefs
 
 
 def score_product_c(x, parents, generators, mean, rstd, low):
     """<h_{i ^ g}, x> = <Gamma_g, h_i * x>: one matrix Gamma for all parents, one product."""
     (N, d), P, D = x.shape, parents.shape[1], len(generators)
-    packed, threads = packed_signs(d, low + len(mean), x.device), torch.get_num_threads()
+    packed = packed_signs(d, low + len(mean), x.device)
     gamma = x.new_empty(D, d)
-    call("sign_flips", x.new_ones(1, d), generators, packed, gamma, 1, D, d, *packing(d), threads)
+    call("sign_flips", x.new_ones(1, d), generators, packed, gamma, 1, D, d, *packing(d), threads(D))
     z = x.new_empty(N, P * D)
     flipped = x.new_empty(min(N, max(1, CHUNK // (P * d))), P, d)  # all chunks share it: fresh memory is slow
     for rows in chunks(N, P * d):
         hx = flipped[: rows.stop - rows.start]
-        call("sign_flips", x[rows], parents[rows], packed, hx, len(hx), P, d, *packing(d), threads)
+        call("sign_flips", x[rows], parents[rows], packed, hx, len(hx), P, d, *packing(d), threads(P * len(hx)))
         torch.matmul(hx, gamma.t(), out=z[rows].view(-1, P, D))
-    call("standardise", z, parents, generators, mean, rstd, N, P, D, d, low, threads)
+    call("standardise", z, parents, generators, mean, rstd, N, P, D, d, low, threads(N))
     return z
 
 
@@ -280,14 +285,14 @@ def search_transform_c(x, parents, generators, mean, rstd, low, k, rows):
     place = torch.full((N,), -1).index_put_((rows,), torch.arange(len(rows)))
     indices, coefs, sampled = torch.empty(N, k, dtype=torch.int64), x.new_empty(N, k), x.new_empty(len(rows), P * D)
     call("search", x, parents, generators, mean, rstd, pattern_words(d, low + len(mean)), place, indices, coefs, sampled, N, d, P, D, low,
-         len(mean), k, torch.get_num_threads())
+         len(mean), k, threads(N))
     return indices, coefs, sampled
 
 
 def select_c(z, parents, generators, k):
     N, (P, D) = len(z), (parents.shape[1], len(generators))
     indices, coefs = torch.empty(N, k, dtype=torch.int64), z.new_empty(N, k)
-    call("choose", z, parents, generators, indices, coefs, N, P, D, k, torch.get_num_threads())
+    call("choose", z, parents, generators, indices, coefs, N, P, D, k, threads(N))
     return indices, coefs
 
 
