@@ -444,19 +444,22 @@ void search(const float *x, const int64_t *parents, const int64_t *generators, c
    P * D) and of its z squared are added to sums (3, m). A child of two parents counts once. */
 void collect(const float *z, const int64_t *parents, const int64_t *generators, float *sums, int64_t R, int64_t P, int64_t D, int64_t m)
 {
+    uint32_t *words = narrow(generators, D);
     uint64_t *seen = calloc((m + 63) / 64, 8);
     if (!seen) abort();
     for (int64_t r = 0; r < R; r++) {
-        for (int64_t c = 0; c < P * D; c++) {
-            uint32_t child = parents[r * P + c / D] ^ generators[c % D];
-            float value = z[r * P * D + c];
-            if (seen[child >> 6] >> (child & 63) & 1) continue;
-            seen[child >> 6] |= 1ull << (child & 63);
-            sums[child] += 1;
-            sums[m + child] += value;
-            sums[2 * m + child] += value * value;
-        }
-        for (int64_t c = 0; c < P * D; c++) seen[(uint32_t)(parents[r * P + c / D] ^ generators[c % D]) >> 6] = 0;
+        for (int64_t p = 0; p < P; p++)
+            for (int64_t j = 0; j < D; j++) {
+                uint32_t child = parents[r * P + p] ^ words[j];
+                float value = z[(r * P + p) * D + j];
+                if (seen[child >> 6] >> (child & 63) & 1) continue;
+                seen[child >> 6] |= 1ull << (child & 63);
+                sums[child] += 1;
+                sums[m + child] += value;
+                sums[2 * m + child] += value * value;
+            }
+        for (int64_t p = 0; p < P; p++)
+            for (int64_t j = 0; j < D; j++) seen[((uint32_t)parents[r * P + p] ^ words[j]) >> 6] = 0;
     }
-    free(seen);
+    free(seen), free(words);
 }
