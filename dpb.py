@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import attach_scores, chunks, magnitude, parity_decode, search_children, select_distinct
+from kernels import attach_scores, chunks, decode_like, magnitude, parity_decode, search_children, select_distinct
 from kloosterman import log2_width
 
 
@@ -207,8 +207,11 @@ class DeepParityBottleneck(nn.Module):
     def decode(self, code, like=None):
         """sum of coefficient times dictionary row, (..., d); with `like`, an input x, scaled to its norm and type."""
         K = code.indices.shape[-1]
-        y = parity_decode(code.indices.reshape(-1, K), code.coefs.reshape(-1, K), self.d, self.m)
-        y = y.view(*code.indices.shape[:-1], self.d)
+        indices, coefs = code.indices.reshape(-1, K), code.coefs.reshape(-1, K)
+        y = None if like is None else decode_like(indices, coefs, like.reshape(-1, self.d), self.m)
+        if y is not None:
+            return y.view(like.shape)
+        y = parity_decode(indices, coefs, self.d, self.m).view(*code.indices.shape[:-1], self.d)
         return y if like is None else rescale(y, like)
 
     def forward(self, x):

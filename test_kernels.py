@@ -15,6 +15,7 @@ from kloosterman import sign_vectors
 
 PATHS = ["reference", "torch", "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed (Linux only)")
 
 
 @pytest.fixture
@@ -82,6 +83,79 @@ def test_decode_and_dot_equal_reference(use, path, N, d, m, K):
     if N:
         assert_as_exact_as_torch(y, kernels.decode_reference(indices, coefs, d), kernels.decode_reference(indices, coefs.double(), d))
         assert_as_exact_as_torch(s, kernels.dot_reference(indices, x), kernels.dot_reference(indices, x.double()))
+
+
+def rescaled(indices, coefs, x):
+    """y |x| / |y| with y = decode(indices, coefs), or zero where one is zero."""
+    y = kernels.decode_reference(indices, coefs, x.shape[1])
+    of_y, of_x = (v.norm(dim=1, keepdim=True) for v in (y, x))
+    return y * (of_x / torch.where(of_y == 0, 1, of_y))
+
+
+@needs_triton
+@pytest.mark.parametrize("N, d, m, K, dtype", [(*shape, torch.float32) for shape in DECODE_SHAPES] +
+                         [(*shape, dtype) for shape in DECODE_SHAPES[1:6:2] for dtype in DTYPES[1:]])
+def test_decode_to_the_norm_of_x_in_one_kernel(use, N, d, m, K, dtype):
+    """Forward and backward against autograd through the reference in float64."""
+    use("triton")
+    rng = torch.Generator().manual_seed(d)
+    indices = torch.randint(0, m, (N, K), generator=rng)
+    indices[:, : K // 3] %= d
+    coefs, x = torch.randn(N, K, generator=rng).requires_grad_(), torch.randn(N, d, generator=rng).to(dtype).requires_grad_()
+    grad = torch.randn(N, d, generator=rng).to(dtype)
+    y = kernels.decode_like(indices, coefs, x, m)
+    got = y, *torch.autograd.grad(y, (coefs, x), grad)
+    assert [v.dtype for v in got] == [dtype, torch.float32, dtype] and [v.shape for v in got] == [x.shape, coefs.shape, x.shape]
+    plain, exact = [], []
+    for results, kind in (plain, torch.float32), (exact, torch.float64):
+        c, v = (t.detach().to(kind).requires_grad_() for t in (coefs, x))
+        out = rescaled(indices, c, v)
+        results += [out, *torch.autograd.grad(out, (c, v), grad.to(kind))]
+    for value, one, two in zip(got, plain, exact):
+        if N:  # the interpreter cuts bfloat16 off where a GPU rounds: within the last bit
+            assert_as_exact_as_torch(value, one.to(value.dtype), two)
+
+
+@needs_triton
+@pytest.mark.parametrize("scale", [2.0 ** 100, 2.0 ** -100])
+def test_norms_of_huge_and_tiny_rows(use, scale):
+    use("triton")
+    indices, coefs, x = torch.randint(0, 1024, (4, 9)), torch.randn(4, 9), torch.randn(4, 64)
+    y = kernels.decode_like(indices, coefs, x, 1024)
+    assert torch.equal(kernels.decode_like(indices, coefs, x * scale, 1024), y * scale)
+    assert torch.equal(kernels.decode_like(indices, coefs * scale, x, 1024), y)
+    x[1], coefs[2] = 0, 0
+    big, c = (x * scale).requires_grad_(), coefs.clone().requires_grad_()
+    y = kernels.decode_like(indices, c, big, 1024)
+    assert not y[1:3].any() and all(torch.isfinite(g).all() for g in torch.autograd.grad(y.sum(), (c, big)))
+
+
+@needs_triton
+def test_wrong_values_stay_in_their_token(use):
+    use("triton")
+    indices, coefs, x, grad = torch.full((3, 2), 70), torch.ones(3, 2), torch.ones(3, 64), torch.ones(3, 64)
+    for change in (lambda i, c, v: i[1].fill_(-1), lambda i, c, v: c[1].fill_(float("nan")), lambda i, c, v: v[1].fill_(float("inf"))):
+        arguments = indices.clone(), coefs.clone(), x.clone()
+        change(*arguments)
+        y, *saved = kernels.decode_like_triton(*arguments, 1024)
+        of_c, of_x = kernels.decode_like_backward_triton(arguments[0], grad, saved[0], arguments[2], saved[1], 1024)
+        for v in y, of_c, of_x:
+            assert not torch.isfinite(v[1]).any() and torch.isfinite(v[[0, 2]]).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N, d, k", [(3, 8, 3), (5, 64, 64), (4, 128, 16), (1, 1024, 16), (1, 2048, 40), (0, 64, 4)])
+def test_level_0_is_standardised_and_selected_in_one_kernel(N, d, k, dtype):
+    rng = torch.Generator().manual_seed(d)
+    mean, rstd = torch.randn(d, generator=rng) / 4, 0.5 + torch.rand(d, generator=rng)
+    for x, moments in ((torch.randn(N, d, generator=rng), (mean, rstd)), (torch.randint(-2, 3, (N, d), generator=rng), (mean * 0, rstd * 0 + 1)),
+                       (torch.zeros(N, d), (mean * 0, rstd)), (torch.randn(N, d, generator=rng).where(torch.arange(d) != 5, float("nan")), (mean, rstd))):
+        x = x.to(dtype)
+        z = (x.float() - moments[0]) * moments[1]
+        expected = kernels.select_reference(z, torch.zeros(N, 1, dtype=torch.int64), torch.arange(d), k)
+        for got, want in zip(kernels.basis_triton(x, *moments, k), expected):
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -318,7 +392,7 @@ def test_an_index_out_of_range_is_an_error_on_a_cpu(use, path, wrong):
         kernels.score_children(x, parents, generators, *rest)
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="triton is not installed (Linux only)")
+@needs_triton
 @pytest.mark.parametrize("wrong", [-1, 1024, 2 ** 30, 2 ** 32 + 5, -2 ** 31])
 def test_an_index_out_of_range_is_nan_for_its_token_in_the_kernels(wrong):
     """On a GPU nobody looks at the indices before the kernel does."""
@@ -384,7 +458,7 @@ def test_autocast_does_not_reach_into_the_operations():
             assert torch.equal(operation(), expected)
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="triton is not installed (Linux only)")
+@needs_triton
 def test_kernels_compile_for_real_gpus_without_stack():
     """`python kernels.py`: real machine code for compute capability 80, 90, 100 and 120, at the paper's shapes."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
