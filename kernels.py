@@ -440,8 +440,9 @@ if triton:
             along = tl.sum(u * row)
             row -= u * along
             ratio = of_x / of_y
-            size = tl.load(x + n * d + at, mask=at < d, other=0.0).to(tl.float32) * (along / nonzero(of_x))
-            tl.store(grad + n * d + at, size.to(grad.dtype.element_ty), mask=at < d)
+            c = tl.arange(0, d)
+            to_x = tl.load(x + n * d + c).to(tl.float32) * (along / nonzero(of_x))
+            tl.store(grad + n * d + c, to_x.to(grad.dtype.element_ty))
         for k in tl.range(K, loop_unroll_factor=4):
             i = tl.load(indices + k)
             known = i.to(tl.uint64) < m
@@ -581,12 +582,12 @@ if triton:
         lane = tl.max_contiguous(tl.arange(0, BLOCK), 1)  # one at a time: a list is then written by the threads that read z
         slot = tl.arange(0, S)
 
-        top = tl.full([BLOCK], -1, tl.int32)
+        top = tl.zeros([BLOCK], tl.uint32)  # |z| without its sign bit, shifted: one instruction that the multiplier may take
         for start in range(0, C, BLOCK):
             c = start + lane
-            size = candidate_scores(z, mean, rstd, c, c < C).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            top = tl.maximum(top, tl.where(c < C, size, -1))
-        top = tl.minimum(top, 0x7FC00000)  # as magnitude_bits
+            size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
+            top = tl.maximum(top, size)
+        top = tl.where(lane < C, tl.minimum((top >> 1).to(tl.int32), 0x7FC00000), -1)  # as magnitude_bits
         below = tl.max(top, 0) + 1  # no group reaches this; at least `keep`, or all there are, reach the threshold
         threshold = below * 0
         reached = threshold + BLOCK
@@ -605,8 +606,8 @@ if triton:
             hits = tl.zeros([BLOCK], tl.int32)  # of a group's next 16: which reach the threshold, and above bit 16 how many
             for turn in range(min(16, (C + BLOCK - 1) // BLOCK)):
                 c = first + turn * BLOCK + lane
-                size = candidate_scores(z, mean, rstd, c, c < C).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                hits += tl.where((size >= threshold) & (c < C), (1 << turn) + 65536, 0)
+                size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
+                hits += tl.where((size >= threshold.to(tl.uint32) << 1) & (c < C), (1 << turn) + 65536, 0)
             many = (hits >> 16).reshape(BLOCK // THREADS, THREADS)  # a column is a thread's own: added up there, then over threads
             column = tl.sum(many, 0)
             to = (listed + (tl.cumsum(column, 0) - column)[None, :] + tl.cumsum(many, 0) - many).reshape(BLOCK)
