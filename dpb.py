@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import attach_scores, chunks, decode_like, magnitude, parity_decode, search_children, select_distinct
+from kernels import attach_scores, decode_like, magnitude, parity_decode, search_children, select_distinct
 from kloosterman import log2_width
 
 
@@ -234,12 +234,7 @@ class DeepParityBottleneck(nn.Module):
             return
         generators, mean, _, low = level
         children = (parents[:, :, None] ^ generators).flatten(1).sub_(low)
-        own = self.sums[:, low : low + len(mean)]
-        for part in chunks(len(z), len(mean), 2 ** 26):  # laid out by feature, a child of two parents of a token counts once
-            found = torch.zeros(2, part.stop - part.start, len(mean), dtype=z.dtype, device=z.device)
-            found[0].scatter_(1, children[part], 1.0)
-            found[1].scatter_(1, children[part], z[part])
-            own += torch.stack([*found.sum(1), found[1].square_().sum(0)])
+        self.sums[:, low : low + len(mean)] += distinct_sums(children, z, len(mean))
 
     def _apply(self, fn, recurse=True):
         """Moments stay in float32 where the rest of a model is made bfloat16 or float16."""
@@ -253,6 +248,18 @@ class DeepParityBottleneck(nn.Module):
     def _load_from_state_dict(self, *arguments):
         super()._load_from_state_dict(*arguments)
         self.sums.zero_()  # a checkpoint is the end of a step
+
+
+def distinct_sums(children, z, features):
+    """Rows, sum of z and sum of z squared by feature, (3, features), from children (R, C), features of a level, and their z.
+
+    A child that a row has twice, from two parents, counts once. The work is that of R*C children, however many features there are.
+    """
+    children, order = children.sort(dim=1)
+    z = z.gather(1, order)
+    first = F.pad(children[:, 1:] != children[:, :-1], (1, 0), value=True)
+    return torch.stack([z.new_zeros(features).index_add_(0, children.flatten(), values.where(first, 0).flatten())
+                        for values in (torch.ones_like(z), z, z * z)])
 
 
 class Rescale(torch.autograd.Function):
