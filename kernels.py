@@ -476,27 +476,36 @@ if triton:
         tl.store(moments + D, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=real)
 
     @triton.jit
-    def standardise(score, own, known, r, rows, j, moments, z, D: tl.constexpr):
-        """Store (score - mean) * rstd, both from row `own` of the moments: (2, D). A wrong parent gets NaN."""
-        real = known[:, None] & (j[None, :] < D)
-        moments += own[:, None] * (2 * D) + j[None, :]
-        mean = tl.load(moments, mask=real, other=float("nan"))
-        rstd = tl.load(moments + D, mask=real, other=float("nan"))
-        tl.store(z + r[:, None] * D + j[None, :], (score - mean) * rstd, mask=(r[:, None] < rows) & (j[None, :] < D))
+    def standardise(score, i, r, rows, j, generators, moments, z, low, high, D: tl.constexpr, ROW: tl.constexpr):
+        """Store (score - mean) * rstd of the children of parents i. NaN for a wrong parent or child.
+
+        moments is a table with a row (2, D) for each parent; or, if there are generators, a pair for each feature.
+        """
+        real = (i >= 0)[:, None] & (i < low)[:, None] & (j < D)[None, :]
+        if generators is None:
+            moments += i[:, None] * (2 * D) + j[None, :]
+            mean = tl.load(moments, mask=real, other=float("nan"))
+            rstd = tl.load(moments + D, mask=real, other=float("nan"))
+        else:
+            child = i[:, None] ^ tl.load(generators + j, mask=j < D, other=0)[None, :]
+            pair = tl.load(moments + (child - low), mask=real & (child >= low) & (child < high), other=0x7FC000007FC00000)
+            mean = pair.to(tl.int32).to(tl.float32, bitcast=True)
+            rstd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(z + r[:, None] * ROW + j[None, :], (score - mean) * rstd, mask=(r[:, None] < rows) & (j[None, :] < D))
 
     @triton.jit
     def halves(tile, M: tl.constexpr, N: tl.constexpr):
         """The left and the right half of an (M, N) tile."""
         return tile.reshape(M, 2, N // 2).permute(0, 2, 1).split()
 
-    @triton.jit(do_not_specialize=["rows", "low"])
-    def score_kernel(x, parents, packed, gamma, moments, z, rows, low, scale,
-                     P: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
-                     BM: tl.constexpr, BN: tl.constexpr, OWN: tl.constexpr, UPCAST: tl.constexpr):
+    @triton.jit(do_not_specialize=["rows", "low", "high"])
+    def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, high, scale,
+                     P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
+                     BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
         """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
 
         A matrix product whose left side never exists: its row (n, p) is x[n] with the sign bits flipped by h_i, in
-        registers. moments has a row for each (n, p) if OWN, else for each parent.
+        registers. D generators of a row of z, ROW long. For generators and moments see standardise.
         """
         r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
         j = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -520,16 +529,13 @@ if triton:
                 piece, right = piece.to(tl.float32), right.to(tl.float32)
             total = tl.dot(piece, right, total, input_precision="ieee")
         # The parents again, and by quarters: what is not needed at a time must not take registers.
-        own = tl.load(parents + r, mask=r < rows, other=-1)
-        known = (own >= 0) & (own < low)
-        if OWN:
-            own = r
+        i = tl.load(parents + r, mask=r < rows, other=-1)
         left, right = halves(total * scale, BM, BN)
         j = tl.program_id(1) * BN + tl.arange(0, BN // 4)
         for half in tl.static_range(2):
             one, two = halves(right if half else left, BM, BN // 2)
-            standardise(one, own, known, r, rows, j, moments, z, D)
-            standardise(two, own, known, r, rows, j + BN // 4, moments, z, D)
+            standardise(one, i, r, rows, j, generators, moments, z, low, high, D, ROW)
+            standardise(two, i, r, rows, j + BN // 4, generators, moments, z, low, high, D, ROW)
             j += BN // 2
 
     @triton.jit
@@ -676,18 +682,21 @@ def moments_launch(parents, generators, pairs, moments, low):
         D=D, BM=BM, BN=BN, num_warps=4)
 
 
-def score_launch(x, parents, gamma, moments, z, low, own):
+def score_launch(x, parents, gamma, generators, moments, z, low, high):
+    """z (N*P, D), all columns of a longer row or some. With generators, moments is a pair for each feature, else a table."""
     (N, d), P, D = x.shape, parents.shape[1], gamma.shape[1]
     bits, W = packing(d)
     # All generators in one tile where registers allow it: the signs are flipped once, and gamma is read once in 128 rows.
     BM, BN, warps = (128, 256, 8) if W <= 64 else (32, 128, 4)
     if x.dtype == torch.float32:
         BM, BN, warps = 32, 64, 4  # no tensor cores for exact float32: a small tile, as the products stay in registers
+    if generators is not None:
+        BN = min(BN, 128)  # a pair for each product takes more registers than a row for all of a parent
     BN = min(BN, max(32, triton.next_power_of_2(D)))
     return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
-        x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, moments=moments, z=z, rows=N * P, low=low,
-        scale=d ** -0.5, P=P, D=D, d=d, BITS=bits, W=W, BM=BM, BN=BN, OWN=own, num_warps=warps, num_stages=3 if W <= 32 else 2,
-        UPCAST=triton.knobs.runtime.interpret and x.dtype == torch.bfloat16)
+        x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators, moments=moments, z=z,
+        rows=N * P, low=low, high=high, scale=d ** -0.5, P=P, D=D, ROW=z.stride(0), d=d, BITS=bits, W=W, BM=BM, BN=BN,
+        num_warps=warps, num_stages=3 if W <= 32 else 2, UPCAST=triton.knobs.runtime.interpret and x.dtype == torch.bfloat16)
 
 
 def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None):
@@ -697,7 +706,7 @@ def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None):
     keep = k + max(16, k // 4)
     BLOCK = max(256, triton.next_power_of_2(4 * keep))
     S = triton.next_power_of_2(3 * keep // 2)
-    warps = max(1, BLOCK // 512)
+    warps = 1 if BLOCK <= 512 else BLOCK // 256
     scratch = torch.empty(N, S, dtype=torch.int64, device=z.device)
     return select_kernel, (N,), dict(
         z=z, mean=mean, rstd=rstd, parents=parents, generators=generators, indices=indices, coefs=coefs, scratch=scratch, k=k, keep=keep,
@@ -740,18 +749,25 @@ def decode_like_backward_triton(indices, grad, y, x, sizes, m):
     return of_coefs, of_x
 
 
+COLUMNS = 4096  # generators whose sign rows are held at a time
+
+
 def score_triton(x, parents, generators, mean, rstd, low):
     (N, d), P, D = x.shape, parents.shape[1], len(generators)
-    gamma = torch.empty(D, d, dtype=x.dtype, device=x.device)
-    ones = torch.ones(D, 1, device=x.device)
-    run(decode_launch(generators[:, None], ones, gamma, low + len(mean), 1.0))  # the sign rows of the generators
-    pairs = torch.stack([mean, rstd], 1).view(torch.int64)
-    own = N * P < low  # where parents recur, the rows of all are made once
-    rows = parents.flatten() if own else torch.arange(low, device=x.device)
-    moments = torch.empty(len(rows), 2, D, device=x.device)
-    run(moments_launch(rows, generators, pairs, moments, low))
+    high = low + len(mean)
     z = torch.empty(N, P * D, dtype=torch.float32, device=x.device)
-    run(score_launch(x, parents, gamma.t().contiguous(), moments, z, low, own))
+    moments = torch.stack([mean, rstd], 1).view(torch.int64)
+    shared = low <= N * P and low * D <= 2 ** 24  # parents recur: a row of moments for each, up to 128 MB
+    if shared:
+        pairs, moments = moments, torch.empty(low, 2, D, device=x.device)
+        run(moments_launch(torch.arange(low, device=x.device), generators, pairs, moments, low))
+    for start in range(0, D, D if shared else COLUMNS):
+        part = generators[start : start + (D if shared else COLUMNS)]
+        gamma = torch.empty(len(part), d, dtype=x.dtype, device=x.device)
+        ones = torch.ones(len(part), 1, device=x.device)
+        run(decode_launch(part[:, None], ones, gamma, high, 1.0))  # the sign rows of the generators
+        columns = z.view(N * P, D)[:, start : start + len(part)]
+        run(score_launch(x, parents, gamma.t().contiguous(), None if shared else part, moments, columns, low, high))
     return z
 
 
@@ -1148,10 +1164,16 @@ def paper_launches(dtype=torch.bfloat16, tokens=2):
             P, low = active[level - 1], 2 ** bits[level - 1]
             parents, generators = torch.empty(tokens, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64)
             gamma, pairs = torch.empty(d, D, dtype=dtype), torch.empty(2 * low, dtype=torch.int64)
-            z, moments = torch.empty(tokens, P * D), torch.empty(tokens * P, 2, D)
+            z, moments = torch.empty(tokens, P * D), torch.empty(low, 2, D)
             yield f"d={d} D={D}", moments_launch(parents.flatten(), generators, pairs, moments, low)
-            yield f"d={d} P={P} D={D}", score_launch(x, parents, gamma, moments, z, low, False)
+            yield f"d={d} P={P} D={D}", score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 * low)
             yield f"d={d} C={P * D} k={k}", select_launch(z, parents, generators, indices, coefs)
+        for m, k in (2 ** 15, 48), (2 ** 17, 112):  # flat: all features are children of feature 0
+            parents, generators = torch.empty(tokens, 1, dtype=torch.int64), torch.empty(m - d, dtype=torch.int64)
+            z, pairs, gamma = torch.empty(tokens, m - d), torch.empty(m - d, dtype=torch.int64), torch.empty(d, COLUMNS, dtype=dtype)
+            yield f"d={d} flat m={m}", score_launch(x, parents, gamma, generators[:COLUMNS], pairs, z[:, :COLUMNS], d, m)
+            yield f"d={d} flat m={m} k={k}", select_launch(
+                z, parents, generators, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
 
 
 def machine_code(launch, capability):
@@ -1197,14 +1219,14 @@ def compile_for(launch, capability):
 def main():
     if triton is None:
         raise SystemExit("kernels.py: triton is not installed (it exists for Linux only): pip install triton==3.7.1")
-    print(f"{'kernel':14} {'shape':20} {'target':>7} {'warps':>5} {'registers':>9} {'stack':>5} {'local':>5} {'shared':>9}")
+    print(f"{'kernel':14} {'shape':22} {'target':>7} {'warps':>5} {'registers':>9} {'stack':>5} {'local':>5} {'shared':>9}")
     wrong = 0
     for shape, launch in paper_launches():
         for capability, limit in SHARED_LIMIT.items():
             registers, stack, local, shared = compile_for(launch, capability)
             bad = stack or local or shared > limit * 1024
             wrong += bool(bad)
-            print(f"{launch[0].__name__:14} {shape:20} {'sm_' + str(capability):>7} {launch[2]['num_warps']:5} {registers:9} "
+            print(f"{launch[0].__name__:14} {shape:22} {'sm_' + str(capability):>7} {launch[2]['num_warps']:5} {registers:9} "
                   f"{stack:5} {local:5} {shared / 1024:5.1f} KiB{'  <- too much' if bad else ''}", flush=True)
     print(f"{wrong} of these use stack, local memory or more shared memory than the card has" if wrong else
           "no stack, no local memory, shared memory within each card's limit")

@@ -193,7 +193,7 @@ def step_kernels(config, cache):
             made = low * D / PASS  # entries of the table of moments, made once a pass; a random read takes 32 bytes of L2
             yield Kernel(f"moments {level}", kernels.moments_launch(torch.empty(low, dtype=torch.int64), generators, pairs, moments, low),
                          [], PASS, 8 * made, 40 * made)
-            launch = kernels.score_launch(x, parents, gamma, moments, z, low, False)
+            launch = kernels.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level])
             tile = launch[2]
             moved = 2 * d + 8 * P + 4 * C
             yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,

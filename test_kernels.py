@@ -411,6 +411,22 @@ def test_an_index_out_of_range_is_nan_for_its_token_in_the_kernels(wrong):
     assert torch.isnan(z[:, :, 4]).all() and torch.isnan(z).sum() == 9
 
 
+@needs_triton
+def test_all_features_as_children_of_feature_0(use, monkeypatch):
+    """Flat selection: more generators than are held at a time, and no row of moments for every parent."""
+    monkeypatch.setattr(kernels, "COLUMNS", 512)
+    d, m, k = 64, 2048, 40
+    x, _, _, mean, rstd, low = level(d, m, 3, 1, 5)
+    parents, generators = torch.zeros(3, 1, dtype=torch.int64), torch.arange(d, m)
+    use("triton")
+    z = kernels.score_children(x, parents, generators, mean, rstd, low, "gemm")
+    exact = kernels.score_reference(*(v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in (
+        x, parents, generators, mean, rstd, low)))
+    assert_as_exact_as_torch(z, kernels.score_reference(x, parents, generators, mean, rstd, low), exact)
+    for got, want in zip(kernels.select_distinct(z, parents, generators, k), kernels.select_reference(z, parents, generators, k)):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_every_bit_pattern_of_nan_is_a_nan(use, path):
     """A GPU's own NaN is 0x7FFFFFFF. The first k candidates of such a token are its NaNs, lowest index first."""
