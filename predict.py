@@ -72,6 +72,7 @@ def parse(text):
     code = []
     for _, predicate, words in found:
         name, _, operands = words.partition(" ")
+        name = "NOP" if predicate == "!PT" else name  # never done: takes an issue slot only
         target = number.get(int(operands.split()[-1].strip("`()"), 16)) if name.startswith("BRA") else None
         code.append(Instruction(name, bool(predicate) or name.startswith("BRA") and "," in operands, target))
     return code
@@ -81,7 +82,8 @@ def executions(code, loops, share=1.0):
     """How often each instruction is executed, and the turns of each loop found.
 
     Counted is what comes before the first EXIT: behind it compilers put what is seldom needed (waiting, the slow path). A loop is
-    a branch backwards; one that only waits (NANOSLEEP) turns once. `share` of the turns take a long branch inside a loop.
+    a branch backwards; one that only waits (NANOSLEEP) turns once. `share` of the turns run a
+    long stretch inside a loop that a branch passes over, be it an if or the else of one.
     """
     stop = next(n for n, i in enumerate(code) if i.name.startswith("EXIT") and not i.conditional or i.target == n)
     times = [float(n <= stop) for n in range(len(code))]
@@ -106,7 +108,7 @@ def executions(code, loops, share=1.0):
             times[n] *= turns
         for n in body:
             skip = code[n].target
-            if code[n].conditional and skip is not None and n + 20 < skip <= end:
+            if skip is not None and n + 20 < skip <= end:
                 times[n + 1 : skip] = [share * t for t in times[n + 1 : skip]]
     return times, found
 
@@ -168,45 +170,58 @@ def step_kernels(config, cache):
     K, W = sum(active), kernels.packing(d)[1]
     x, y = torch.empty(TOKENS, d, dtype=torch.bfloat16), torch.empty(TOKENS, d)
     indices, coefs = torch.empty(TOKENS, K, dtype=torch.int64), torch.empty(TOKENS, K)
-    hashed = K - active[0]
-    moved, signs = 12 * K + 4 * d, 8 * W * hashed  # index and coefficient of a feature, a row of float32; two rows of packed signs
-    yield Kernel("decode", kernels.decode_launch(indices, coefs, y, m, 1.0), [Loop("LDG", 4, K)], TOKENS,
-                 moved, moved + signs, share=hashed / K, times=2)  # forward, and the gradient of the scores
-    yield Kernel("dot", kernels.dot_launch(indices, y, coefs, m), [Loop("SHFL", 5, K)], TOKENS,
-                 moved, moved + signs, share=hashed / K)           # the gradient of decode
+    hashed, sizes = K - active[0], torch.empty(TOKENS, 2)
+    signs = 8 * W * hashed  # two rows of packed signs of every sign vector
+    fours = math.ceil(K / 4)
+    adding = dict(loops=[Loop("SHFL", d / 32 / kernels.decode_launch(indices, coefs, y, m, 1.0)[2]["num_warps"], fours)], tokens=TOKENS,
+                  share=(fours - active[0] // 4) / fours)
+    moved = 12 * K + 4 * d + 2 * d                                # index and coefficient of a feature; y, and once more as bfloat16
+    again = signs + 4 * d + 32 * active[0]                        # y is read back; an addition in memory takes 32 bytes of L2
+    yield Kernel("decode", kernels.decode_launch(indices, coefs, y, m, 1.0, x, x, sizes), memory=moved + 2 * d + 8,
+                 l2=moved + 2 * d + 8 + again, **adding)          # reads x, for its norm
+    yield Kernel("decode back", kernels.decode_launch(indices, coefs, y, m, 1.0, x), memory=moved, l2=moved + again, **adding)
+    moved = 12 * K + 4 * d + 3 * 2 * d + 8                        # y; the gradient, x and its gradient
+    yield Kernel("dot back", kernels.dot_launch(indices, x, coefs, m, y, x, sizes, x), [Loop("SHFL", 5, K)], TOKENS,
+                 moved, moved + signs, share=hashed / K)
     for level, k in enumerate(active):
-        P, D = (active[level - 1], config.children[level - 1]) if level else (1, d)
-        C = P * D
-        parents, generators, z = torch.empty(TOKENS, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64), torch.empty(TOKENS, C)
+        indices, coefs = torch.empty(TOKENS, k, dtype=torch.int64), torch.empty(TOKENS, k)
         if level:
-            low = 2 ** config.bits[level - 1]
+            P, D, low = active[level - 1], config.children[level - 1], 2 ** config.bits[level - 1]
+            C = P * D
+            parents, generators, z = torch.empty(TOKENS, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64), torch.empty(TOKENS, C)
             gamma, moments = torch.empty(d, D, dtype=torch.bfloat16), torch.empty(low, 2, D)
             pairs = torch.empty(2 ** config.bits[level] - low, dtype=torch.int64)
             made = low * D / PASS  # entries of the table of moments, made once a pass; a random read takes 32 bytes of L2
             yield Kernel(f"moments {level}", kernels.moments_launch(torch.empty(low, dtype=torch.int64), generators, pairs, moments, low),
                          [], PASS, 8 * made, 40 * made)
-            launch = kernels.score_launch(x, parents, gamma, moments, z, low, False)
+            launch = kernels.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level])
             tile = launch[2]
             moved = 2 * d + 8 * P + 4 * C
+            again = 2 * d * (P * W / 256 - 1)  # x goes past L1, once in every 512 bytes of its parents' rows
             yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,
-                         moved + 8 * C * (8 * low * D > cache / 2), moved + 8 * C + 2 * d * D * P / tile["BM"], flops=2 * C * d)
-        launch = kernels.select_launch(z, parents, generators, torch.empty(TOKENS, k, dtype=torch.int64), torch.empty(TOKENS, k))
+                         moved + 8 * C * (8 * low * D > cache / 2), moved + 8 * C + again + 2 * d * D * P / tile["BM"], flops=2 * C * d)
+            launch, moved, loads = kernels.select_launch(z, parents, generators, indices, coefs), 4 * C + 8 * P + 12 * k, 1
+            again = 4 * C  # two scans
+        else:
+            C, moved, loads = d, 2 * d + 12 * k, 3
+            again = 8 * d  # mean and 1/std; the second scan finds them and x in L1
+            launch = kernels.select_launch(x, None, None, indices, coefs, torch.empty(d), torch.empty(d))
         tile = launch[2]
         lanes = tile["BLOCK"] / 32 / tile["num_warps"]
-        moved = 4 * C + 8 * P + 12 * k
-        yield Kernel(f"select {level}", launch, [Loop("I2F", lanes, min(REPEATS, C / tile["BLOCK"])), Loop("LDG", lanes, C / tile["BLOCK"]),
-                     Loop("C?REDUX", 1, BISECTIONS)], TOKENS, moved, moved + 4 * C + 16 * tile["S"])
+        yield Kernel(f"select {level}", launch, [Loop("I2F", lanes, min(REPEATS, C / tile["BLOCK"])),
+                     Loop("LDG", loads * lanes, C / tile["BLOCK"]), Loop("C?REDUX", 1, BISECTIONS)], TOKENS,
+                     moved, moved + again + 16 * tile["S"])
 
 
 def other_bytes(config):
-    """Bytes of a token in what torch.compile fuses: 34 a coordinate, 60 an active feature, and the sums of the levels.
+    """Bytes of a token in plain torch: 4 a coordinate, 60 an active feature, and the sums of the levels.
 
-    Forward: write z of level 0 with x, read it for its sums (4 + 4); norms: read y and x, write y (4 + 2 + 2). Backward: read the
-    gradient, y and x, write two gradients (2 + 4 + 2 + 4 + 2); read the gradient of the scores (4). The sums are of 64 tokens a
-    step, laid out by feature, and added up in every pass.
+    Forward: read x for the sums of level 0 (2). Backward: read the gradient of the scores beside that of the norm (2). The sums of the
+    other levels are of 64 tokens a step, their candidates sorted (200 a candidate), and added up in every pass (48 a feature).
     """
+    candidates = sum(P * D for P, D in zip(config.active, config.children))
     features = 2 ** config.bits[-1] - config.d
-    return 34 * config.d + 60 * sum(config.active) + 24 * features * (1 / PASS + 64 / config.batch_tokens)
+    return 4 * config.d + 60 * sum(config.active) + 200 * candidates * 64 / config.batch_tokens + 48 * features / PASS
 
 
 def dense_flops(config):
@@ -268,12 +283,12 @@ def show(results, details):
 
 
 def show_kernels(parts):
-    print(f"\n      {'kernel':12}{'us':>7}    {'bound by':12}{'next':18}{'registers':>9}{'shared':>8}{'warps/SM':>9}   instructions")
+    print(f"\n      {'kernel':13}{'us':>7}    {'bound by':12}{'next':18}{'registers':>9}{'shared':>8}{'warps/SM':>9}   instructions")
     for part in parts:
         first, second = sorted(part["resources"], key=part["resources"].get)[:-3:-1]
         times = f"x{part['times']}" if part["times"] > 1 else ""
         mix = ", ".join(f"{name} {n:.0f}" for name, n in part["instructions"].items() if name != "issue" and n >= 1)
-        print(f"      {part['kernel']:12}{part['microseconds']:7.1f}{times:2}  {first:12}{second:11}{part['resources'][second]:5.1f}  "
+        print(f"      {part['kernel']:13}{part['microseconds']:7.1f}{times:2}  {first:12}{second:11}{part['resources'][second]:5.1f}  "
               f"{part['registers']:9}{part['shared']:8}{part['warps_per_sm']:9}   {part['instructions']['issue']:.0f}: {mix}")
     print()
 

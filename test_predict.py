@@ -34,7 +34,7 @@ def analyse_toy(N):
 
 config = load([{config!r}])
 config.active = (16, 64)
-more = [predict.predict_kernel(kernel, predict.GPUS["H100"]) for kernel, _ in zip(predict.step_kernels(config, 0), range(2))]
+more = [predict.predict_kernel(kernel, predict.GPUS["H100"]) for kernel, _ in zip(predict.step_kernels(config, 0), range(3))]
 print(json.dumps(dict(toy=[analyse_toy(N) for N in (1, 11, 100)], row=predict.predict("small_2l", "H100"), more=more)))
 """
 
@@ -65,21 +65,31 @@ def test_loops_and_branches_of_a_listing():
         /*0030*/                   FADD R4, R4, R3 ;
         /*0040*/                   IMAD R5, R5, R5, R5 ;
         /*0050*/               @P0 BRA 0x10 ;
-        /*0060*/               @P2 BRA 0x80 ;
-        /*0070*/                   EXIT ;
-        /*0080*/                   FADD R4, R4, R4 ;
-        /*0090*/                   EXIT ;
-        /*00a0*/                   BRA 0xa0 ;""")
+        /*0060*/              @!PT LDS RZ, [RZ] ;
+        /*0070*/               @P2 BRA 0x90 ;
+        /*0080*/                   EXIT ;
+        /*0090*/                   FADD R4, R4, R4 ;
+        /*00a0*/                   EXIT ;
+        /*00b0*/                   BRA 0xb0 ;""")
     times, loops = predict.executions(code, [predict.Loop("LDG", 1, 7)])
-    assert loops == [("LDG", 7)] and times == [1, 7, 7, 7, 7, 7, 1, 1, 0, 0, 0]
-    assert predict.count(code, times) == {"alu": 1, "load/store": 7, "other": 16, "fma": 14, "imad": 7, "issue": 38}
+    assert loops == [("LDG", 7)] and times == [1, 7, 7, 7, 7, 7, 1, 1, 1, 0, 0, 0]
+    assert predict.count(code, times) == {"alu": 1, "load/store": 7, "other": 17, "fma": 14, "imad": 7, "issue": 39}
     with pytest.raises(ValueError, match="a loop of 5 instructions has none of"):
         predict.executions(code, [predict.Loop("HGMMA", 1, 7)])
 
 
+@pytest.mark.parametrize("conditional", [True, False])
+def test_a_stretch_that_a_branch_passes_over_runs_in_its_share_of_the_turns(conditional):
+    """An if, or an if that jumps to its else and comes back over it."""
+    lines = ["@!P1 BRA 0x200" if conditional else "BRA 0x200", *["FADD R4, R4, R3"] * 31, "@P0 BRA 0x0", "EXIT"]
+    code = predict.parse("".join(f"/*{16 * n:04x}*/ {line} ;\n" for n, line in enumerate(lines)))
+    times, _ = predict.executions(code, [predict.Loop("FADD", 31, 8)], 0.25)
+    assert times == [8] + [2] * 31 + [8, 1]
+
+
 def test_every_loop_is_found_and_turns_as_the_source_says(compiled):
     loops = {k["kernel"]: k["loops"] for k in compiled["row"]["kernels"]}
-    assert loops["decode"] == [["LDG", 12], ["LDG", 0]] and loops["dot"] == [["SHFL", 12], ["SHFL", 0]]  # 48, by fours
+    assert loops["decode"] == loops["decode back"] == [["SHFL", 12]] and loops["dot back"] == [["SHFL", 12], ["SHFL", 0]]  # 48, by fours
     assert loops["score 1"] == [["HGMMA|UTCHMMA", 32]] and loops["moments 1"] == []
     for level, turns in (0, 4), (1, 16):
         kinds = dict(loops[f"select {level}"])
@@ -108,12 +118,15 @@ def test_the_sum_is_of_its_parts_and_dense_time_falls_with_utilisation(compiled)
 def test_bytes_of_small_2l_by_hand():
     config = load(["configs/small_2l.py"])
     kernel = {k.name: k for k in predict.step_kernels(config, 50e6)}
-    assert kernel["decode"].memory == 48 * (8 + 4) + 1024 * 4 and kernel["decode"].times == 2
-    assert kernel["decode"].l2 - kernel["decode"].memory == 32 * 2 * 1024 / 8
+    assert kernel["decode back"].memory == 48 * (8 + 4) + 1024 * (4 + 2)                 # y in float32 and in bfloat16
+    assert kernel["decode"].memory == kernel["decode back"].memory + 1024 * 2 + 2 * 4     # and x, |y|, |x|
+    assert kernel["decode"].l2 - kernel["decode"].memory == 32 * 2 * 1024 / 8 + 1024 * 4 + 16 * 32
+    assert kernel["dot back"].memory == 48 * (8 + 4) + 1024 * (2 + 4 + 2 + 2) + 2 * 4     # gradient, y, x; the gradient to x
+    assert predict.other_bytes(config) == pytest.approx(1024 * 4 + 48 * 60 + 4096 * 200 / 8192 + (2 ** 15 - 1024) * 48 / 16384)
     assert kernel["score 1"].memory == 1024 * 2 + 16 * 8 + 4096 * 4
-    assert kernel["score 1"].l2 == kernel["score 1"].memory + 4096 * 8 + 1024 * 256 * 2 // 8  # Gamma once for 8 tokens
+    assert kernel["score 1"].l2 == kernel["score 1"].memory + 4096 * 8 + 1024 * 256 * 2 // 8 + 1024 * 2  # Gamma once for 8 tokens, x twice
     assert kernel["score 1"].flops == 2 * 4096 * 1024
-    assert kernel["select 1"].memory == 4096 * 4 + 16 * 8 + 32 * 12 and kernel["select 0"].memory == 1024 * 4 + 8 + 16 * 12
+    assert kernel["select 1"].memory == 4096 * 4 + 16 * 8 + 32 * 12 and kernel["select 0"].memory == 1024 * 2 + 16 * 12
     assert predict.dense_flops(config) == pytest.approx(72 * 2 ** 20 + 6 * 2 ** 20 + 6 * 1024 * 50304 / 12)
 
 
