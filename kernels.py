@@ -6,8 +6,8 @@
     select_distinct(z, ...)               the k distinct children with the largest |z|           (N, P*D) -> (N, k)
 
 phi_i is a row of the dictionary of kloosterman.py: a sign vector over sqrt(d), or e_i below d. Decode and dot are
-each other's gradient; on a GPU `decode_like` also scales to a norm, in one kernel. `search_children` is score and select in one, without the (N, P*D) scores ever existing
-for all tokens. The references are the specification: every other path is tested against them.
+each other's gradient; `decode_like` also scales to a norm, in one kernel on a GPU. `search_children` is score and
+select in one, without the (N, P*D) scores ever existing for all tokens. The references are the specification: every other path is tested against them.
 
 Letters: N tokens, d width, K features per token, P parents, D generators, m = features in all, and a level's
 features are low .. low + len(mean) - 1.

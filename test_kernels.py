@@ -149,8 +149,9 @@ def test_wrong_values_stay_in_their_token(use):
 def test_level_0_is_standardised_and_selected_in_one_kernel(N, d, k, dtype):
     rng = torch.Generator().manual_seed(d)
     mean, rstd = torch.randn(d, generator=rng) / 4, 0.5 + torch.rand(d, generator=rng)
-    for x, moments in ((torch.randn(N, d, generator=rng), (mean, rstd)), (torch.randint(-2, 3, (N, d), generator=rng), (mean * 0, rstd * 0 + 1)),
-                       (torch.zeros(N, d), (mean * 0, rstd)), (torch.randn(N, d, generator=rng).where(torch.arange(d) != 5, float("nan")), (mean, rstd))):
+    plain, noise = (mean * 0, rstd * 0 + 1), torch.randn(N, d, generator=rng)
+    ties, bad = torch.randint(-2, 3, (N, d), generator=rng), noise.where(torch.arange(d) != 5, float("nan"))
+    for x, moments in (noise, (mean, rstd)), (ties, plain), (noise * 0, plain), (bad, (mean, rstd)):
         x = x.to(dtype)
         z = (x.float() - moments[0]) * moments[1]
         expected = kernels.select_reference(z, torch.zeros(N, 1, dtype=torch.int64), torch.arange(d), k)
