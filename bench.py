@@ -252,8 +252,8 @@ def bench_dpb(d, levels, tokens, repeats):
     runs = {"dense block, forward + backward": (there_and_back(block, x), 36 * d * row + 6 * tokens * row // 2, 0)}
     runs |= {f"bottleneck ({name}), forward + backward": (there_and_back(way, x), 0, 0) for name, way in ways.items()}
     runs["  copy of the input"] = (lambda: flat.clone(), 0, 2 * row * size)
-    root = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
-    runs["  select level 0"] = (lambda: kernels.select_distinct(flat, root, layer.level(0)[0], layer.active[0]), 0, row * size)
+    _, mean, rstd, _ = layer.level(0)
+    runs["  select level 0"] = (lambda: kernels.search_basis(flat, mean, rstd, layer.active[0]), 0, row * size)
     parents = indices[:, : layer.active[0]].contiguous()
     for level in range(1, levels):
         arguments = (flat, parents, *layer.level(level))
@@ -267,6 +267,7 @@ def bench_dpb(d, levels, tokens, repeats):
         parents = indices[:, begin : begin + layer.active[level]].contiguous()
     hashed = (K - layer.active[0]) * row
     runs["  decode (also the backward of the scores)"] = (lambda: kernels.parity_decode(indices, coefs, d, layer.m), hashed, row * 4)
+    runs["  decode to the norm of the input"] = (lambda: kernels.parity_decode(indices, coefs, d, layer.m, flat), hashed, row * (4 + size))
     runs["  dot (the backward of decode)"] = (lambda: kernels.parity_dot(indices, flat, layer.m), hashed, row * size)
 
     chosen = [kernels.scoring_method(device, d, layer.active[n - 1], layer.fan_out[n - 1], layer.lows[n + 1] - layer.lows[n])

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import attach_scores, decode_like, magnitude, parity_decode, search_children, select_distinct
+from kernels import attach_scores, collect_sums, magnitude, parity_decode, search_basis, search_children
 from kloosterman import log2_width
 
 
@@ -163,78 +163,68 @@ class DeepParityBottleneck(nn.Module):
         flat = x.reshape(-1, self.d)  # (N, d)
         with torch.no_grad():
             indices, z = (self.search_levels if self.selection == "hierarchical" else self.search_all)(flat.detach())  # (N, K)
-        coefs = attach_scores(z, indices, flat, self.var.rsqrt()[indices], self.m)
+        coefs = attach_scores(z, indices, flat, self.var[indices].rsqrt(), self.m) if flat.requires_grad else z
         shape = *x.shape[:-1], sum(self.active)
         return Code(indices.view(shape), coefs.view(shape))
 
     def search_levels(self, x):
         """The active features of every token and their z: of level 0, then of each level among the children of the one before."""
-        z = self.standardised(x)
-        root = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
-        found = [select_distinct(z, root, self.level(0)[0], self.active[0])]
-        sampled = self.sampled_tokens(len(x))
+        self.collect_basis(x)
+        _, mean, rstd, _ = self.level(0)
+        found = [search_basis(x, mean, rstd, self.active[0])]
         for number in range(1, len(self.active)):
-            parents = found[-1][0]  # (N, K_{l-1})
-            level = self.level(number)
-            *chosen, scores = search_children(x, parents, *level, self.active[number], self.method, sampled)
-            found.append(chosen)
-            self.collect_children(level, parents[sampled], scores)
+            found.append(self.search_level(x, found[-1][0], self.level(number), self.active[number]))
         return (torch.cat(parts, dim=1) for parts in zip(*found))
 
     def search_all(self, x):
         """As if every feature above level 0 were a child of feature 0; then the best of those and of level 0."""
-        z = self.standardised(x)
-        root = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
+        self.collect_basis(x)
         K, low = sum(self.active), self.d
-        level = torch.arange(low, self.m, device=x.device), self.mean[low:], self.var[low:].rsqrt(), low
-        basis = select_distinct(z, root, torch.arange(low, device=x.device), min(K, low))
+        basis = search_basis(x, self.mean[:low], self.var[:low].rsqrt(), min(K, low))
         if self.m == low:
             return basis
-        sampled = self.sampled_tokens(len(x))
-        *others, scores = search_children(x, root, *level, min(K, self.m - low), self.method, sampled)
-        self.collect_children(level, root[sampled], scores)
+        root = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
+        level = torch.arange(low, self.m, device=x.device), self.mean[low:], self.var[low:].rsqrt(), low
+        others = self.search_level(x, root, level, min(K, self.m - low))
         indices, z = (torch.cat(parts, dim=1) for parts in zip(basis, others))
         best = magnitude(z).sort(dim=1, descending=True, stable=True).indices[:, :K]  # stable: ties to the lower index
         return indices.gather(1, best), z.gather(1, best)
 
-    def standardised(self, x):
-        """z of level 0, (N, d), whose sums come from all tokens."""
-        z = (x.to(self.mean.dtype) - self.mean[: self.d]) * self.var[: self.d].rsqrt()
+    def search_level(self, x, parents, level, k):
+        """The k best children of a level >= 1, (N, k) indices and z; their sums go to the moments."""
+        sampled = self.sampled_tokens(len(x))
+        if sampled is None:
+            return search_children(x, parents, *level, k, self.method)
+        indices, z, scores = search_children(x, parents, *level, k, self.method, sampled)
+        collect_sums(scores, parents[sampled], level[0], self.sums)
+        return indices, z
+
+    def collect_basis(self, x):
+        """Sums of level 0, from all tokens."""
         if self.training and self.standardise:
+            z = (x.to(self.mean.dtype) - self.mean[: self.d]) * self.var[: self.d].rsqrt()  # (N, d)
             self.sums[:, : self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)])
-        return z
 
     def decode(self, code, like=None):
         """sum of coefficient times dictionary row, (..., d); with `like`, an input x, scaled to its norm and type."""
         K = code.indices.shape[-1]
-        indices, coefs = code.indices.reshape(-1, K), code.coefs.reshape(-1, K)
-        y = None if like is None else decode_like(indices, coefs, like.reshape(-1, self.d), self.m)
-        if y is not None:
-            return y.view(like.shape)
-        y = parity_decode(indices, coefs, self.d, self.m).view(*code.indices.shape[:-1], self.d)
-        return y if like is None else rescale(y, like)
+        flat = None if like is None else like.reshape(-1, self.d)
+        y = parity_decode(code.indices.reshape(-1, K), code.coefs.reshape(-1, K), self.d, self.m, flat)
+        return y.view(*code.indices.shape[:-1], self.d)
 
     def forward(self, x):
         return self.decode(self.encode(x), like=x)
 
     def sampled_tokens(self, N):
-        """Those of N tokens from which the sums of levels >= 1 are taken: evenly spaced; none in evaluation.
+        """Those of N tokens from which the sums of levels >= 1 are taken: evenly spaced; None in evaluation.
 
         The spacing is a power of two, so that it divides the batch alike however it is cut into passes, and the offset
         moves with every update.
         """
         if not (self.training and self.standardise):
-            return torch.empty(0, dtype=torch.int64, device=self.mean.device)
+            return None
         spacing = 1 << max(1, min(N, N * self.passes // self.samples)).bit_length() - 1
         return self.updates * 0x9E3779B1 % spacing + torch.arange(0, N // spacing * spacing, spacing, device=self.mean.device)
-
-    def collect_children(self, level, parents, z):
-        """Sums of a level >= 1, from the scores z (R, P*D) of the children of parents (R, P)."""
-        if not (self.training and self.standardise):
-            return
-        generators, mean, _, low = level
-        children = (parents[:, :, None] ^ generators).flatten(1).sub_(low)
-        self.sums[:, low : low + len(mean)] += distinct_sums(children, z, len(mean))
 
     def _apply(self, fn, recurse=True):
         """Moments stay in float32 where the rest of a model is made bfloat16 or float16."""
@@ -248,48 +238,6 @@ class DeepParityBottleneck(nn.Module):
     def _load_from_state_dict(self, *arguments):
         super()._load_from_state_dict(*arguments)
         self.sums.zero_()  # a checkpoint is the end of a step
-
-
-def distinct_sums(children, z, features):
-    """Rows, sum of z and sum of z squared by feature, (3, features), from children (R, C), features of a level, and their z.
-
-    A child that a row has twice, from two parents, counts once. The work is that of R*C children, however many features there are.
-    """
-    children, order = children.sort(dim=1)
-    z = z.gather(1, order)
-    first = F.pad(children[:, 1:] != children[:, :-1], (1, 0), value=True)
-    return torch.stack([z.new_zeros(features).index_add_(0, children.flatten(), values.where(first, 0).flatten())
-                        for values in (torch.ones_like(z), z, z * z)])
-
-
-class Rescale(torch.autograd.Function):
-    """y with the norm and the type of x, row by row: y |x| / |y|; zero where either is zero.
-
-    With u = y / |y|, the gradients of g are |x| / |y| (g - u <u, g>) to y and <u, g> x / |x| to x. Only y, x and the norms
-    are kept for them. Norms are taken in float64, where no float32 overflows or vanishes.
-    """
-
-    @staticmethod
-    def forward(ctx, y, x):
-        sizes = [torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for v in (y, x)]  # (..., 1)
-        ctx.save_for_backward(y, x, *sizes)
-        return (y * Rescale.ratio(*reversed(sizes), y)).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        y, x, of_y, of_x = ctx.saved_tensors
-        grad, one = grad.to(y.dtype), torch.ones_like(of_y)
-        u = y * Rescale.ratio(one, of_y, y)
-        along = (u * grad).sum(-1, keepdim=True)
-        return torch.addcmul(grad, u, -along).mul_(Rescale.ratio(of_x, of_y, y)), (x * (along * Rescale.ratio(one, of_x, y))).to(x.dtype)
-
-    @staticmethod
-    def ratio(above, below, like):
-        """above / below, or above / 1 where below is zero."""
-        return (above / torch.where(below == 0, 1, below)).to(like.dtype)
-
-
-rescale = Rescale.apply
 
 
 @torch.no_grad()

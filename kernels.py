@@ -6,8 +6,8 @@
     select_distinct(z, ...)               the k distinct children with the largest |z|           (N, P*D) -> (N, k)
 
 phi_i is a row of the dictionary of kloosterman.py: a sign vector over sqrt(d), or e_i below d. Decode and dot are
-each other's gradient; `decode_like` also scales to a norm, in one kernel on a GPU. `search_children` is score and
-select in one, without the (N, P*D) scores ever existing for all tokens. The references are the specification: every other path is tested against them.
+each other's gradient. `search_children` is score and select in one, without the (N, P*D) scores ever existing
+for all tokens. The references are the specification: every other path is tested against them.
 
 Letters: N tokens, d width, K features per token, P parents, D generators, m = features in all, and a level's
 features are low .. low + len(mean) - 1.
@@ -15,10 +15,14 @@ features are low .. low + len(mean) - 1.
     python kernels.py        compiles every kernel for real GPUs, without one, and prints what each needs
 """
 import contextlib
+import ctypes
 import functools
+import hashlib
 import math
 import os
+import platform
 import re
+import shutil
 import subprocess
 import tempfile
 import warnings
@@ -36,7 +40,7 @@ try:  # Linux only; everything but the kernels themselves works without it
 except ImportError:
     triton = None
 
-BACKEND = None  # None picks by device; "reference", "torch" or "triton" forces one path (tests do)
+BACKEND = None  # None picks by device; "reference", "c" or "triton" forces one path (tests do)
 
 
 # References
@@ -85,6 +89,49 @@ def select_reference(z, parents, generators, k):
     return children, z.gather(1, order).masked_fill(size < 0, 0)
 
 
+def basis_reference(x, mean, rstd, k):
+    z, d = (wide(x) - mean) * rstd, x.shape[1]
+    return select_reference(z, torch.zeros(len(x), 1, dtype=torch.int64, device=x.device), torch.arange(d, device=x.device), k)
+
+
+def collect_reference(z, parents, generators, sums):
+    """Sort by index, so that repeats are neighbours: the first of them counts. Its cost does not depend on m."""
+    children, order = (parents[:, :, None] ^ generators).flatten(1).sort(dim=1, stable=True)
+    first = F.pad(children[:, 1:] != children[:, :-1], (1, 0), value=True)
+    z = z.gather(1, order).masked_fill(~first, 0)
+    sums.index_add_(1, children.flatten(), torch.stack([first.to(z.dtype), z, z * z]).flatten(1))
+
+
+class Rescale(torch.autograd.Function):
+    """y with the norm and the type of x, row by row: y |x| / |y|; zero where either is zero.
+
+    With u = y / |y|, the gradients of g are |x| / |y| (g - u <u, g>) to y and <u, g> x / |x| to x. Only y, x and the norms
+    are kept for them. Norms are taken in float64, where no float32 overflows or vanishes.
+    """
+
+    @staticmethod
+    def forward(ctx, y, x):
+        sizes = [torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for v in (y, x)]  # (..., 1)
+        ctx.save_for_backward(y, x, *sizes)
+        return (y * Rescale.ratio(*reversed(sizes), y)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, x, of_y, of_x = ctx.saved_tensors
+        grad, one = grad.to(y.dtype), torch.ones_like(of_y)
+        u = y * Rescale.ratio(one, of_y, y)
+        along = (u * grad).sum(-1, keepdim=True)
+        return torch.addcmul(grad, u, -along).mul_(Rescale.ratio(of_x, of_y, y)), (x * (along * Rescale.ratio(one, of_x, y))).to(x.dtype)
+
+    @staticmethod
+    def ratio(above, below, like):
+        """above / below, or above / 1 where below is zero."""
+        return (above / torch.where(below == 0, 1, below)).to(like.dtype)
+
+
+rescale = Rescale.apply
+
+
 def magnitude(z):
     """|z| as an integer of the same order. Every NaN is the same and above infinity, so that a token with NaN shows it."""
     if z.dtype == torch.float64:
@@ -92,207 +139,8 @@ def magnitude(z):
     return z.abs().view(torch.int32).clamp(max=0x7FC00000)
 
 
-# Fast paths in plain torch, for CPUs. They use one table of sign rows, a cache shared by all layers of all models.
-
-TABLE_BYTES = 2 ** 30  # the largest sign table to keep; above it rows are made from two small ones, more slowly
-TABLES = {}            # (d, dtype, device) -> the largest sign table asked for so far
-CHUNK = 2 ** 19        # elements of a piece of work that stays in a processor's cache
-TOP = 2 ** 31 - 1
-
-
-def sign_table(d, rows, dtype, device):
-    """Rows 0 .. rows-1 of sign_rows, by doubling: h_{i + 2^b} = h_i * h_{2^b} for i < 2^b."""
-    table = TABLES.get((d, dtype, device))
-    if table is None or len(table) < rows:
-        table = torch.empty(rows, d, dtype=dtype, device=device)
-        table[0] = 1
-        for b in range(rows.bit_length() - 1):
-            torch.mul(table[: 1 << b], sign_rows(torch.tensor(1 << b, device=device), d, dtype), out=table[1 << b : 2 << b])
-        TABLES[d, dtype, device] = table
-    return table[:rows]
-
-
-@functools.lru_cache(maxsize=None)
-def pattern_table(d, dtype, device):
-    """The d sign patterns s[u2] = sign_rows(u2 << t): h_i = H[u1] * s[u2] for i = u1 + (u2 << t)."""
-    return sign_rows(torch.arange(d, device=device) * d, d, dtype)
-
-
-def fits_table(d, m, dtype):
-    return m * d * dtype.itemsize <= TABLE_BYTES
-
-
-def table_rows(indices, d, m, dtype):
-    """sign_rows from tables."""
-    kind = dtype, indices.device
-    if fits_table(d, m, dtype):
-        return F.embedding(indices, sign_table(d, m, *kind))
-    return F.embedding(indices % d, sign_table(d, d, *kind)) * F.embedding(indices // d, pattern_table(d, *kind))
-
-
-def split_basis(indices, d):
-    """Which columns of (N, K) indices have basis features, which have others, and whether any has both."""
-    counts = (indices < d).sum(0).tolist()
-    basis = [k for k, count in enumerate(counts) if count]
-    hashed = [k for k, count in enumerate(counts) if count < len(indices)]
-    return run_of(basis), run_of(hashed), len(basis) + len(hashed) > len(counts)
-
-
-def run_of(columns):
-    """A list of neighbouring columns as a slice, which needs no copy."""
-    return slice(columns[0], columns[-1] + 1) if columns and columns[-1] - columns[0] == len(columns) - 1 else columns
-
-
-def decode_torch(indices, coefs, d, m):
-    basis, hashed, mixed = split_basis(indices, d)
-    if hashed:
-        i, c = indices[:, hashed], coefs[:, hashed] / math.sqrt(d)
-        if mixed:
-            c = c.masked_fill(i < d, 0)
-        if fits_table(d, m, coefs.dtype):
-            y = F.embedding_bag(i.int(), sign_table(d, m, coefs.dtype, coefs.device), per_sample_weights=c, mode="sum")
-        else:
-            y = coefs.new_empty(len(indices), d)
-            for rows in chunks(len(i), i.shape[1] * d):
-                y[rows] = torch.bmm(c[rows, None], table_rows(i[rows], d, m, c.dtype))[:, 0]
-    else:
-        y = coefs.new_zeros(len(indices), d)
-    if basis:
-        i, c = indices[:, basis], coefs[:, basis]
-        y.scatter_add_(1, *((i.clamp(max=d - 1), c.masked_fill(i >= d, 0)) if mixed else (i, c)))
-    return y
-
-
-def dot_torch(indices, x, m):
-    N, d = x.shape
-    basis, hashed, mixed = split_basis(indices, d)
-    out = x.new_empty(indices.shape)
-    if hashed:
-        i = indices[:, hashed]
-        if fits_table(d, m, x.dtype):
-            bags = torch.arange(N, device=x.device)
-            s = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-                x.contiguous(), sign_table(d, m, x.dtype, x.device), i.flatten(), bags * i.shape[1],
-                bags[:, None].expand(i.shape).flatten(), 0).view(i.shape)
-        else:
-            s = x.new_empty(i.shape)
-            for rows in chunks(N, i.shape[1] * d):
-                s[rows] = torch.bmm(table_rows(i[rows], d, m, x.dtype), x[rows, :, None])[..., 0]
-        out[:, hashed] = s / math.sqrt(d)
-    if basis:
-        i = indices[:, basis]
-        out[:, basis] = torch.where(i < d, x.gather(1, i.clamp(max=d - 1)), out[:, basis]) if mixed else x.gather(1, i)
-    return out
-
-
-def chunks(N, elements, most=None):
-    """Slices of the tokens 0..N-1, each of at most `most` elements altogether: CHUNK by default."""
-    size = max(1, (most or CHUNK) // elements)
-    return [slice(start, min(start + size, N)) for start in range(0, N, size)]
-
-
-def score_gemm(x, parents, generators, mean, rstd, low):
-    """<h_{i ^ g}, x> = <Gamma_g, h_i * x>: one matrix Gamma for all parents, one product.
-
-    The moments of a parent's children make a row. Where parents recur, all rows are made once, and fetched whole.
-    """
-    (N, d), P, D = x.shape, parents.shape[1], len(generators)
-    gamma = table_rows(generators, d, low + len(mean), x.dtype) / math.sqrt(d)  # (D, d)
-
-    def moments(parents):  # (...) -> (..., 2 D)
-        children = (parents[..., None] ^ generators).sub_(low)
-        return torch.cat([v.index_select(0, children.flatten()).view(children.shape) for v in (mean, rstd)], -1)
-    table = moments(torch.arange(low, device=x.device)) if parents.numel() > low and low * D <= 2 ** 21 else None
-    z = x.new_empty(N, P, D)
-    for rows in chunks(N, P * d):
-        hx = table_rows(parents[rows], d, low, x.dtype).mul_(x[rows, None])  # (chunk, P, d)
-        own = moments(parents[rows]) if table is None else F.embedding(parents[rows], table)
-        torch.matmul(hx, gamma.t(), out=z[rows]).sub_(own[..., :D]).mul_(own[..., D:])
-    return z.flatten(1)
-
-
-def score_transform(x, parents, generators, mean, rstd, low):
-    """Every feature of the level by Walsh-Hadamard transforms of x * s[u2], one for each u2; then pick the children.
-
-    H_d = H_a (x) H_b, so with x * s as an (a, b) matrix its transform is H_a @ . @ H_b.
-    """
-    N, d = x.shape
-    b = 2 ** (log2_width(d) // 2)
-    hadamard = sign_table(d, d, x.dtype, x.device)
-    left, right = hadamard[::b, ::b].contiguous(), hadamard[:b, :b] / math.sqrt(d)
-    patterns = pattern_table(d, x.dtype, x.device)[low // d : (low + len(mean)) // d]  # (U, d)
-    z = x.new_empty(N, parents.shape[1] * len(generators))
-    parts = chunks(N, len(mean))
-    one, two = x.new_empty(2, parts[0].stop if N else 0, len(mean))  # all chunks share these: fresh memory is slow
-    for rows in parts:
-        scores, half = one[: rows.stop - rows.start], two[: rows.stop - rows.start]  # (chunk, 2^n - low), the level in order
-        torch.mul(x[rows, None], patterns, out=scores.view(-1, *patterns.shape))
-        torch.mm(scores.view(-1, b), right, out=half.view(-1, b))
-        torch.matmul(left, half.view(-1, d // b, b), out=scores.view(-1, d // b, b))
-        children = (parents[rows, :, None] ^ generators).flatten(1).sub_(low)
-        torch.gather(scores.sub_(mean).mul_(rstd), 1, children, out=z[rows])
-    return z
-
-
-def scoring_method(device, d, parents, generators, features):
-    """The faster of the two for a shape. On a GPU the product runs on tensor cores; on a CPU multiply-adds decide, where
-    those of the transform cost 1.3 of the product's (measured from d=64 to 2048 on 2 cores)."""
-    transform = 1.3 * features * 2 * math.sqrt(d)
-    return "transform" if torch.device(device).type == "cpu" and transform < parents * generators * d else "gemm"
-
-
-def select_torch(z, parents, generators, k):
-    """Selection by numpy, whose vectorised sort and partition are several times faster than torch's on a CPU."""
-    if z.device.type != "cpu" or z.dtype == torch.float64 or len(z) == 0:
-        return select_reference(z, parents, generators, k)
-    best, bound = prefilter(z, min(z.shape[1], k + 8 + k // 8))  # some of the best may be repeats, if there are parents
-    indices, coefs, least = select_numpy(z.numpy(), parents.numpy(), generators.numpy(), best, k)
-    unsure = torch.from_numpy(least <= bound)  # fewer than k distinct, or one as large may have been left out
-    if unsure.any():
-        indices[unsure], coefs[unsure] = select_reference(z[unsure], parents[unsure], generators, k)
-    return indices, coefs
-
-
-def prefilter(z, keep):
-    """Positions of about the `keep` largest |z| in each row, in any order, and a bound that no other |z| exceeds.
-
-    The position takes the place of the last bits of |z|: one integer of 32 bits is all that moves. The bound is as
-    magnitude() has it, -1 where nothing is left out.
-    """
-    C = z.shape[1]
-    last = (1 << (C - 1).bit_length()) - 1
-    key = (z.view(torch.int32) & TOP - last).bitwise_or_(torch.arange(C, dtype=torch.int32)).numpy()
-    key.partition(C - keep, axis=1)
-    key = key[:, C - keep :]
-    return key & last, key[:, 0] | last if keep < C else np.full(len(z), -1)
-
-
-def select_numpy(z, parents, generators, best, k):
-    """The reference on the candidates `best` (N, keep) of each row: (indices, coefs, the least |z| selected).
-
-    |z|, index and sign of a candidate fit into one integer, so that sorting needs nothing else.
-    """
-    (N, C), P, D = z.shape, parents.shape[1], len(generators)
-    row = np.arange(N)[:, None]
-    parent, generator = (best >> D.bit_length() - 1, best & D - 1) if D & D - 1 == 0 else np.divmod(best, D)
-    children = parents.reshape(-1).take(parent + row * P) ^ generators.take(generator)
-    bits = z.reshape(-1).take(best + row * C).view(np.int32)
-    size, sign = np.minimum(bits & TOP, 0x7FC00000).astype(np.int64), bits < 0
-    if P > 1:  # drop repeats: sort by index, the largest copy first
-        key = children << 32 | TOP - size << 1 | sign
-        key.sort(axis=1)
-        children, size, sign = key >> 32, TOP - (key >> 1 & TOP), key & 1
-        size[:, 1:][children[:, 1:] == children[:, :-1]] = -1
-    key = ~(size << 32 | TOP - children << 1 | sign)  # largest first
-    key.sort(axis=1)
-    key = ~key[:, :k]
-    indices, size, sign = TOP - (key >> 1 & TOP), key >> 32, key & 1
-    coefs = np.where(size < 0, 0, size | sign << 31).astype(np.uint32).view(np.float32)
-    return torch.from_numpy(indices), torch.from_numpy(coefs), size[:, -1]
-
-
-# Triton kernels. Signs travel packed: bit b of word w belongs to coordinate b*W + w, so that a tile of W
-# neighbouring coordinates takes one bit from each word and is read and written in one piece.
+# Signs travel packed: bit b of word w belongs to coordinate b*W + w, so that a tile of W neighbouring coordinates takes one
+# bit from each word and is read and written in one piece.
 
 
 def packing(d):
@@ -312,6 +160,159 @@ def packed_signs(d, m, device):
     negative = F.pad(sign_rows(indices, d, torch.int64) < 0, (0, bits * W - d)).view(-1, bits, W)
     words = (negative.long() << torch.arange(bits)[:, None]).sum(1)
     return torch.where(words < 2 ** 31, words, words - 2 ** 32).int().to(device)
+
+
+@functools.lru_cache(maxsize=None)
+def pattern_words(d, m):
+    """The patterns s[u2] for transforms of 16 at a time: bit b of word (k, lane) is the sign of s[16 b + lane] at k; then 512 more."""
+    count = m // d
+    negative = F.pad(sign_rows(torch.arange(count) * d, d, torch.int64) < 0, (0, 0, 0, -count % 512)).view(-1, 32, 16, d)
+    words = (negative.long() << torch.arange(32)[:, None, None]).sum(1).transpose(1, 2)  # (count / 512, d, 16)
+    return torch.where(words < 2 ** 31, words, words - 2 ** 32).int().contiguous()
+
+
+# For CPUs: kernels.c, compiled on first use
+
+
+@functools.lru_cache(maxsize=None)
+def library():
+    """kernels.c as a loaded library, compiled for this very processor and kept in a cache; None without a C compiler."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    if compiler is None:
+        warnings.warn("there is no C compiler, so the bottleneck runs in plain torch, many times slower: install gcc or clang")
+        return None
+    source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels.c")
+    with open(source, "rb") as file:
+        key = hashlib.sha256(file.read() + compiler.encode() + processor().encode()).hexdigest()[:16]
+    folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "paritytransformer")
+    path = os.path.join(folder, f"kernels-{key}.so")
+    if os.path.exists(path):
+        return ctypes.CDLL(path)
+    with tempfile.TemporaryDirectory() as build:
+        made = os.path.join(build, "kernels.so")
+        command = [compiler, "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi", source, "-o", made, "-lm"]
+        run = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
+        if run.returncode:
+            run = subprocess.run(command, capture_output=True, text=True)
+            warnings.warn(f"{compiler} has no OpenMP, so the bottleneck uses one thread: install gcc" if run.returncode == 0 else
+                          f"kernels.c could not be compiled, so the bottleneck runs in plain torch, many times slower: {' '.join(command)}\n"
+                          f"{run.stderr[:2000]}")
+            if run.returncode:
+                return None
+        with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
+            os.makedirs(folder, exist_ok=True)
+            shutil.copy(made, f"{path}.{os.getpid()}")
+            os.replace(f"{path}.{os.getpid()}", path)  # other processes see all of it or nothing
+        return ctypes.CDLL(made)
+
+
+@torch.compiler.assume_constant_result  # not to be traced
+def has_library():
+    return library() is not None
+
+
+def processor():
+    """What -march=native depends on: a home folder may be shared by machines of several kinds."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        return next(line for line in file if line.startswith(("flags", "Features")))
+    return platform.platform() + platform.processor()
+
+
+def call(name, *arguments):
+    """A function of kernels.c: tensors go by address, None is no tensor, numbers are int64."""
+    def convert(value):
+        if isinstance(value, torch.Tensor):
+            assert value.is_contiguous() and value.dtype in (torch.float32, torch.float64, torch.int32, torch.int64), value
+            return ctypes.c_void_p(value.data_ptr())
+        return ctypes.c_void_p(None) if value is None else ctypes.c_int64(value)
+    getattr(library(), name)(*map(convert, arguments))
+
+
+def threads(N):
+    """Of the processor, for N tokens: a thread is worth its waking for some tokens only."""
+    return max(1, min(torch.get_num_threads(), N // 8))
+
+
+def decode_c(indices, coefs, d, m, like=None):
+    """The decoded rows; with `like`, scaled to its norms, and also (N, 2): the scale of each row, and its norm in `like`."""
+    N, K = indices.shape
+    y, norms = coefs.new_empty(N, d), coefs.new_empty(N, 2, dtype=torch.float64)
+    call("decode", indices, coefs, like, packed_signs(d, m, coefs.device), y, norms, N, K, d, *packing(d), threads(N))
+    return y if like is None else (y, norms)
+
+
+def dot_c(indices, x, m):
+    (N, d), K = x.shape, indices.shape[1]
+    out = x.new_empty(N, K)
+    call("dot", indices, x, None, None, None, packed_signs(d, m, x.device), out, None, N, K, d, *packing(d), threads(N))
+    return out
+
+
+def decode_like_backward_c(indices, grad, y, like, norms, m):
+    """The gradients of decode_c's coefs and `like`, from the gradient of what it gave, y."""
+    (N, d), K = grad.shape, indices.shape[1]
+    to_coefs, to_like = grad.new_empty(N, K), torch.empty_like(like)
+    call("dot", indices, grad, y, like, norms, packed_signs(d, m, grad.device), to_coefs, to_like, N, K, d, *packing(d),
+         threads(N))
+    return to_coefs, to_like
+
+
+def basis_c(x, mean, rstd, k):
+    N, d = x.shape
+    indices, coefs = torch.empty(N, k, dtype=torch.int64), x.new_empty(N, k)
+    call("basis", x, mean, rstd, indices, coefs, N, d, k, threads(N))
+    return indices, coefs
+
+
+def score_product_c(x, parents, generators, mean, rstd, low):
+    """<h_{i ^ g}, x> = <Gamma_g, h_i * x>: one matrix Gamma for all parents, one product."""
+    (N, d), P, D = x.shape, parents.shape[1], len(generators)
+    packed = packed_signs(d, low + len(mean), x.device)
+    gamma = x.new_empty(D, d)
+    call("sign_flips", x.new_ones(1, d), generators, packed, gamma, 1, D, d, *packing(d), threads(D))
+    z = x.new_empty(N, P * D)
+    flipped = x.new_empty(min(N, max(1, CHUNK // (P * d))), P, d)  # all chunks share it: fresh memory is slow
+    for rows in chunks(N, P * d):
+        hx = flipped[: rows.stop - rows.start]
+        call("sign_flips", x[rows], parents[rows], packed, hx, len(hx), P, d, *packing(d), threads(P * len(hx)))
+        torch.matmul(hx, gamma.t(), out=z[rows].view(-1, P, D))
+    call("standardise", z, parents, generators, mean, rstd, N, P, D, d, low, threads(N))
+    return z
+
+
+def search_transform_c(x, parents, generators, mean, rstd, low, k, rows):
+    """Every feature of the level by Walsh-Hadamard transforms of x * s[u2], one for each u2; then the children are picked."""
+    (N, d), P, D = x.shape, parents.shape[1], len(generators)
+    place = torch.full((N,), -1).index_put_((rows,), torch.arange(len(rows)))
+    indices, coefs, sampled = torch.empty(N, k, dtype=torch.int64), x.new_empty(N, k), x.new_empty(len(rows), P * D)
+    call("search", x, parents, generators, mean, rstd, pattern_words(d, low + len(mean)), place, indices, coefs, sampled, N, d, P, D, low,
+         len(mean), k, threads(N))
+    return indices, coefs, sampled
+
+
+def select_c(z, parents, generators, k):
+    N, (P, D) = len(z), (parents.shape[1], len(generators))
+    indices, coefs = torch.empty(N, k, dtype=torch.int64), z.new_empty(N, k)
+    call("choose", z, parents, generators, indices, coefs, N, P, D, k, threads(N))
+    return indices, coefs
+
+
+CHUNK = 2 ** 19  # elements of a piece of work that stays in a processor's cache
+
+
+def chunks(N, elements, most=None):
+    """Slices of the tokens 0..N-1, each of at most `most` elements altogether: CHUNK by default."""
+    size = max(1, (most or CHUNK) // elements)
+    return [slice(start, min(start + size, N)) for start in range(0, N, size)]
+
+
+def scoring_method(device, d, parents, generators, features):
+    """The faster of the two for a shape. On a GPU the product runs on tensor cores; on a CPU a feature costs the transform as much
+    as 14 multiply-adds cost the product (measured from d=64 to 2048 on 2 cores)."""
+    return "transform" if torch.device(device).type == "cpu" and 14 * features < parents * generators * d else "gemm"
+
+
+# Triton kernels
 
 
 if triton:
@@ -735,11 +736,11 @@ def dot_triton(indices, x, m):
 
 
 def decode_like_triton(indices, coefs, x, m):
-    """y |x| / |y| in the type of x, with y = decode(indices, coefs); and for the gradient y (N, d) and |y|, |x| (N, 2)."""
+    """y |x| / |y| in the type of x, with y = decode(indices, coefs); and for the gradient |y|, |x| (N, 2) and y (N, d)."""
     y, out = torch.empty_like(x, dtype=torch.float32), torch.empty_like(x)
     sizes = torch.empty(len(x), 2, device=x.device)
     run(decode_launch(indices, coefs, y, m, x.shape[1] ** -0.5, out, x, sizes))
-    return out, y, sizes
+    return out, sizes, y
 
 
 def decode_like_backward_triton(indices, grad, y, x, sizes, m):
@@ -791,13 +792,15 @@ def basis_triton(x, mean, rstd, k):
 
 def backend(x):
     """Which path serves this tensor. All give the same result; only their speed differs."""
+    if x.dtype == torch.float64:
+        return "reference"
     if BACKEND:
         return BACKEND
-    if x.device.type == "cuda" and x.dtype != torch.float64:
+    if x.device.type == "cuda":
         if triton:
             return "triton"
         warn_once("triton is not installed, so the bottleneck runs in plain torch, many times slower: pip install triton")
-    return "torch"
+    return "c" if x.device.type == "cpu" and has_library() else "reference"
 
 
 @functools.lru_cache(maxsize=None)
@@ -827,6 +830,13 @@ def check_range(name, indices, low, high):
             raise IndexError(f"{name} must lie in {low}..{high - 1}, but these go from {least} to {most}")
 
 
+def by_chunks(reference, tokens, elements, *others):
+    """A reference for some tokens at a time: it makes `elements` integers of 64 bits for each."""
+    rows = chunks(len(tokens[0]), elements, 2 ** 24) or [slice(0, 0)]
+    parts = [reference(*(tensor[part] for tensor in tokens), *others) for part in rows]
+    return torch.cat(parts) if torch.is_tensor(parts[0]) else tuple(map(torch.cat, zip(*parts)))
+
+
 @torch.library.custom_op("parity::decode", mutates_args=())
 @exact
 def decode_op(indices: torch.Tensor, coefs: torch.Tensor, d: int, m: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
@@ -834,18 +844,26 @@ def decode_op(indices: torch.Tensor, coefs: torch.Tensor, d: int, m: int, dtype:
     path, dtype = backend(coefs), dtype or coefs.dtype
     if path == "triton":
         return decode_triton(indices.contiguous(), coefs.contiguous(), d, m, dtype)
-    return (decode_torch(indices, coefs, d, m) if path == "torch" else decode_reference(indices, coefs, d)).to(dtype)
+    if path == "c":
+        return decode_c(indices.contiguous(), coefs.contiguous(), d, m).to(dtype)
+    return by_chunks(decode_reference, (indices, coefs), indices.shape[1] * d, d).to(dtype)
 
 
 @torch.library.custom_op("parity::decode_like", mutates_args=())
-def decode_like_op(indices: torch.Tensor, coefs: torch.Tensor, x: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return decode_like_triton(indices.contiguous(), coefs.contiguous(), x.contiguous(), m)
+def decode_like_op(indices: torch.Tensor, coefs: torch.Tensor, like: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The scaled rows; two numbers a row for the gradient; and, if rounded, the rows as they were decoded."""
+    check_range("feature indices", indices, 0, m)
+    if backend(like) == "triton":
+        return decode_like_triton(indices.contiguous(), coefs.contiguous(), like.contiguous(), m)
+    y, norms = decode_c(indices.contiguous(), coefs.contiguous(), like.shape[1], m, like.contiguous())
+    return y, norms, y.new_empty(0)
 
 
 @torch.library.custom_op("parity::decode_like_backward", mutates_args=())
-def decode_like_backward_op(indices: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor,
+def decode_like_backward_op(indices: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, like: torch.Tensor, norms: torch.Tensor,
                             m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return decode_like_backward_triton(indices.contiguous(), grad.contiguous(), y, x.contiguous(), sizes, m)
+    backward = decode_like_backward_triton if backend(like) == "triton" else decode_like_backward_c
+    return backward(indices.contiguous(), grad.contiguous(), y, like.contiguous(), norms, m)
 
 
 @torch.library.custom_op("parity::dot", mutates_args=())
@@ -853,9 +871,9 @@ def decode_like_backward_op(indices: torch.Tensor, grad: torch.Tensor, y: torch.
 def dot_op(indices: torch.Tensor, x: torch.Tensor, m: int) -> torch.Tensor:
     check_range("feature indices", indices, 0, m)
     path = backend(x)
-    if path == "triton":
-        return dot_triton(indices.contiguous(), x.contiguous(), m)
-    return dot_torch(indices, wide(x), m) if path == "torch" else dot_reference(indices, wide(x))
+    if path == "reference":
+        return by_chunks(dot_reference, (indices, wide(x)), indices.shape[1] * x.shape[1])
+    return dot_c(indices.contiguous(), wide(x).contiguous(), m) if path == "c" else dot_triton(indices.contiguous(), x.contiguous(), m)
 
 
 @torch.library.custom_op("parity::score", mutates_args=())
@@ -864,17 +882,19 @@ def score_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, m
              low: int, method: str) -> torch.Tensor:
     check_range("parents", parents, 0, low)
     check_range("generators", generators, low, low + len(mean))
-    return score(x, parents, generators, mean, rstd, low, method)
+    if backend(x) == "c" and method == "transform":
+        return search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low, 1, torch.arange(len(x)))[2]
+    return score(x, parents, generators, mean, rstd, low)
 
 
-def score(x, parents, generators, mean, rstd, low, method):
+def score(x, parents, generators, mean, rstd, low):
+    level = generators, mean, rstd, low
     path = backend(x)
-    if path == "triton" and method == "gemm":
-        return score_triton(x.contiguous(), parents.contiguous(), generators, mean, rstd, low)
     if path == "reference":
-        return score_reference(wide(x), parents, generators, mean, rstd, low)
-    fast = {"gemm": score_gemm, "transform": score_transform}[method]
-    return fast(wide(x), parents, generators, mean, rstd, low)
+        return by_chunks(score_reference, (wide(x), parents), parents.shape[1] * len(generators) * x.shape[1], *level)
+    if path == "c":
+        return score_product_c(wide(x).contiguous(), parents.contiguous(), *level)
+    return score_triton(x.contiguous(), parents.contiguous(), *level)
 
 
 @torch.library.custom_op("parity::select", mutates_args=())
@@ -883,10 +903,16 @@ def select_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, 
 
 
 def select(z, parents, generators, k):
-    path = backend(z)
+    way = {"reference": select_reference, "c": select_c, "triton": select_triton}[backend(z)]
+    return way(z.contiguous(), parents.contiguous(), generators, k)
+
+
+@torch.library.custom_op("parity::basis", mutates_args=())
+def basis_op(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    path = backend(x)
     if path == "triton":
-        return select_triton(z.contiguous(), parents.contiguous(), generators, k)
-    return (select_torch if path == "torch" else select_reference)(z, parents, generators, k)
+        return basis_triton(x.contiguous(), mean, rstd, k)
+    return (basis_c if path == "c" else basis_reference)(wide(x).contiguous(), mean.contiguous(), rstd.contiguous(), k)
 
 
 @torch.library.custom_op("parity::search", mutates_args=())
@@ -895,17 +921,27 @@ def search_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, 
               low: int, k: int, rows: torch.Tensor, method: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_range("parents", parents, 0, low)
     check_range("generators", generators, low, low + len(mean))
+    if backend(x) == "c" and method == "transform":
+        return search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low, k, rows)
     C = parents.shape[1] * len(generators)
     indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
     coefs = torch.empty(len(x), k, dtype=wide(x[:0]).dtype, device=x.device)
     sampled = torch.empty(len(rows), C, dtype=coefs.dtype, device=x.device)
     most = 2 * CHUNK if x.device.type == "cpu" else 2 ** 26  # scores held at a time: 4 MB, or 256 MB on a GPU
     for part in chunks(len(x), C, most):
-        z = score(x[part], parents[part], generators, mean, rstd, low, method)
+        z = score(x[part], parents[part], generators, mean, rstd, low)
         indices[part], coefs[part] = select(z, parents[part], generators, k)
         here = (rows >= part.start) & (rows < part.stop)
         sampled = torch.where(here[:, None], z[(rows - part.start).clamp(0, len(z) - 1)], sampled)
     return indices, coefs, sampled
+
+
+@torch.library.custom_op("parity::collect", mutates_args=("sums",))
+def collect_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, sums: torch.Tensor) -> None:
+    if backend(z) == "c":
+        call("collect", z, parents.contiguous(), generators, sums, *parents.shape, len(generators), sums.shape[1])
+    else:
+        collect_reference(z, parents, generators, sums)
 
 
 @torch.library.custom_op("parity::attach", mutates_args=())
@@ -919,13 +955,15 @@ def _(indices, coefs, d, m, dtype=None):
 
 
 @decode_like_op.register_fake
-def _(indices, coefs, x, m):
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.float32), x.new_empty(x.shape[0], 2, dtype=torch.float32)
+def _(indices, coefs, like, m):
+    if backend(like) == "triton":
+        return torch.empty_like(like), coefs.new_empty(like.shape[0], 2), coefs.new_empty(like.shape)
+    return torch.empty_like(like), coefs.new_empty(like.shape[0], 2, dtype=torch.float64), coefs.new_empty(0)
 
 
 @decode_like_backward_op.register_fake
-def _(indices, grad, y, x, sizes, m):
-    return y.new_empty(indices.shape), x.new_empty(x.shape)
+def _(indices, grad, y, like, norms, m):
+    return y.new_empty(indices.shape), torch.empty_like(like)
 
 
 @dot_op.register_fake
@@ -943,10 +981,20 @@ def _(z, parents, generators, k):
     return parents.new_empty(z.shape[0], k), z.new_empty(z.shape[0], k)
 
 
+@basis_op.register_fake
+def _(x, mean, rstd, k):
+    return x.new_empty(x.shape[0], k, dtype=torch.int64), wide(x).new_empty(x.shape[0], k)
+
+
 @search_op.register_fake
 def _(x, parents, generators, mean, rstd, low, k, rows, method):
     C = parents.shape[1] * generators.shape[0]
     return parents.new_empty(x.shape[0], k), wide(x).new_empty(x.shape[0], k), wide(x).new_empty(rows.shape[0], C)
+
+
+@collect_op.register_fake
+def _(z, parents, generators, sums):
+    return None
 
 
 @attach_op.register_fake
@@ -964,14 +1012,15 @@ def decode_backward(ctx, grad):
 
 
 def save_decode_like(ctx, inputs, output):
-    indices, _, x, ctx.m = inputs
-    ctx.save_for_backward(indices, output[1], x, output[2])
-    ctx.mark_non_differentiable(*output[1:])
+    y, norms, decoded = output
+    ctx.save_for_backward(inputs[0], decoded if decoded.dim() == 2 else y, inputs[2], norms)
+    ctx.mark_non_differentiable(norms, decoded)
+    ctx.m = inputs[3]
 
 
 def decode_like_backward(ctx, grad, *_):
-    indices, *rest = ctx.saved_tensors
-    return None, *decode_like_backward_op(indices, grad, *rest, ctx.m), None
+    indices, y, like, norms = ctx.saved_tensors
+    return None, *decode_like_backward_op(indices, grad, y, like, norms, ctx.m), None
 
 
 def save_dot(ctx, inputs, output):
@@ -1047,10 +1096,11 @@ def check_features(d, *counts):
         check(d <= m <= d * d and m & m - 1 == 0, f"{m} is no number of features for d={d}: take a power of two from {d} to {d * d}")
 
 
-def parity_decode(indices, coefs, d, m=None):
+def parity_decode(indices, coefs, d, m=None, like=None):
     """sum_k coefs[n, k] * phi_{indices[n, k]}: indices and coefs (N, K) -> (N, d). Differentiable in coefs.
 
-    m: the number of features in use, all d*d if not given; a smaller one makes a smaller table on a CPU.
+    m: the number of features in use, all d*d if not given; a smaller one makes a smaller table.
+    like (N, d): the result gets its norms, row by row, and its type. Differentiable in it, too.
     """
     m = m or d * d
     check_features(d, m)
@@ -1058,14 +1108,15 @@ def parity_decode(indices, coefs, d, m=None):
     indices = check_indices("indices", indices, coefs.shape[0])
     if coefs.shape != indices.shape:
         raise ValueError(f"coefs {tuple(coefs.shape)} and indices {tuple(indices.shape)} must have one shape")
-    return decode_op(indices, wide(coefs), d, m).to(coefs.dtype)
-
-
-def decode_like(indices, coefs, x, m):
-    """parity_decode scaled to the norm and the type of x (N, d), row by row, where a kernel does both in one; else None."""
-    if backend(x) != "triton":
-        return None
-    return decode_like_op(check_indices("indices", indices, x.shape[0]), coefs.float(), x, m)[0]
+    if like is None:
+        return decode_op(indices, wide(coefs), d, m).to(coefs.dtype)
+    check_floats("like", like)
+    if like.shape[0] != coefs.shape[0] or like.shape[1] != d:
+        raise ValueError(f"like must have shape ({coefs.shape[0]}, {d}), not {tuple(like.shape)}")
+    path = backend(like)
+    if path == backend(coefs) != "reference":
+        return decode_like_op(indices, wide(coefs), like if path == "triton" else wide(like), m)[0].to(like.dtype)
+    return rescale(decode_op(indices, wide(coefs), d, m), like)
 
 
 def parity_dot(indices, x, m=None):
@@ -1080,6 +1131,14 @@ def parity_dot(indices, x, m=None):
 def attach_scores(values, indices, x, scale, m):
     """values, known to be scale * parity_dot(indices, x) plus a constant: returns them with that gradient to x."""
     return attach_op(values, indices, x, scale, m)
+
+
+def collect_sums(z, parents, generators, sums):
+    """Add to sums (3, m), by feature: tokens on which it was a candidate, its z there, its z squared.
+
+    z (R, P*D) of the children of parents (R, P); a child of two parents counts once.
+    """
+    collect_op(z, parents, generators, sums)
 
 
 def check_level(x, parents, generators, mean, rstd, low, method):
@@ -1124,6 +1183,18 @@ def check_count(candidates, parents, generators, k):
     P, D = parents.shape[1], len(generators)
     check(candidates == P * D, f"z has {candidates} candidates a token, but {P} parents x {D} generators were given")
     check(1 <= k <= candidates, f"k={k} features cannot be selected from {candidates} candidates")
+
+
+def search_basis(x, mean, rstd, k):
+    """Level 0, whose scores are the coordinates: the k largest |z| of z = (x - mean) * rstd as (indices, coefs), (N, k).
+
+    x (N, d); mean, rstd (d,). Ties go to the lower index. No gradient: see attach_scores.
+    """
+    check_floats("x", x)
+    check(len(mean) == len(rstd) == x.shape[1], f"mean and rstd must have the length {x.shape[1]}, not {len(mean)} and {len(rstd)}")
+    check(1 <= k <= x.shape[1], f"k={k} features cannot be selected from {x.shape[1]} coordinates")
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return basis_op(x.detach(), mean.to(kind), rstd.to(kind), k)
 
 
 def search_children(x, parents, generators, mean, rstd, low, k, method="auto", rows=None):

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpb import Code, DeepParityBottleneck, reconstruction_loss, rescale, variance_loss
+from dpb import Code, DeepParityBottleneck, reconstruction_loss, variance_loss
+from kernels import rescale
 
 BOTTLENECKS = ("none", "parity", "topk")
 SITES = ("mlp", "attention")

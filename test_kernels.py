@@ -13,7 +13,7 @@ import torch
 import kernels
 from kloosterman import sign_vectors
 
-PATHS = ["reference", "torch", "triton"]
+PATHS = ["reference", "c", "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed (Linux only)")
 
@@ -70,7 +70,7 @@ DECODE_SHAPES = [  # N, d, m, K
 ]
 
 
-@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("path", ["c", "triton"])
 @pytest.mark.parametrize("N, d, m, K", DECODE_SHAPES)
 def test_decode_and_dot_equal_reference(use, path, N, d, m, K):
     torch.manual_seed(N + d)
@@ -103,7 +103,7 @@ def test_decode_to_the_norm_of_x_in_one_kernel(use, N, d, m, K, dtype):
     indices[:, : K // 3] %= d
     coefs, x = torch.randn(N, K, generator=rng).requires_grad_(), torch.randn(N, d, generator=rng).to(dtype).requires_grad_()
     grad = torch.randn(N, d, generator=rng).to(dtype)
-    y = kernels.decode_like(indices, coefs, x, m)
+    y = kernels.parity_decode(indices, coefs, d, m, x)
     got = y, *torch.autograd.grad(y, (coefs, x), grad)
     assert [v.dtype for v in got] == [dtype, torch.float32, dtype] and [v.shape for v in got] == [x.shape, coefs.shape, x.shape]
     plain, exact = [], []
@@ -121,12 +121,12 @@ def test_decode_to_the_norm_of_x_in_one_kernel(use, N, d, m, K, dtype):
 def test_norms_of_huge_and_tiny_rows(use, scale):
     use("triton")
     indices, coefs, x = torch.randint(0, 1024, (4, 9)), torch.randn(4, 9), torch.randn(4, 64)
-    y = kernels.decode_like(indices, coefs, x, 1024)
-    assert torch.equal(kernels.decode_like(indices, coefs, x * scale, 1024), y * scale)
-    assert torch.equal(kernels.decode_like(indices, coefs * scale, x, 1024), y)
+    y = kernels.parity_decode(indices, coefs, 64, 1024, x)
+    assert torch.equal(kernels.parity_decode(indices, coefs, 64, 1024, x * scale), y * scale)
+    assert torch.equal(kernels.parity_decode(indices, coefs * scale, 64, 1024, x), y)
     x[1], coefs[2] = 0, 0
     big, c = (x * scale).requires_grad_(), coefs.clone().requires_grad_()
-    y = kernels.decode_like(indices, c, big, 1024)
+    y = kernels.parity_decode(indices, c, 64, 1024, big)
     assert not y[1:3].any() and all(torch.isfinite(g).all() for g in torch.autograd.grad(y.sum(), (c, big)))
 
 
@@ -137,8 +137,8 @@ def test_wrong_values_stay_in_their_token(use):
     for change in (lambda i, c, v: i[1].fill_(-1), lambda i, c, v: c[1].fill_(float("nan")), lambda i, c, v: v[1].fill_(float("inf"))):
         arguments = indices.clone(), coefs.clone(), x.clone()
         change(*arguments)
-        y, *saved = kernels.decode_like_triton(*arguments, 1024)
-        of_c, of_x = kernels.decode_like_backward_triton(arguments[0], grad, saved[0], arguments[2], saved[1], 1024)
+        y, sizes, decoded = kernels.decode_like_triton(*arguments, 1024)
+        of_c, of_x = kernels.decode_like_backward_triton(arguments[0], grad, decoded, arguments[2], sizes, 1024)
         for v in y, of_c, of_x:
             assert not torch.isfinite(v[1]).any() and torch.isfinite(v[[0, 2]]).all()
 
@@ -182,23 +182,9 @@ def test_half_precision_in_float32_sums(use, path, dtype):
     assert_as_exact_as_torch(s, kernels.dot_reference(indices, x.float()), kernels.dot_reference(indices, x.double()))
 
 
-def test_large_dictionary_without_a_table_gives_the_same(use, monkeypatch):
-    torch.manual_seed(0)
-    indices, coefs, x = torch.randint(0, 4096, (70, 9)), torch.randn(70, 9), torch.randn(70, 64)
-    arguments = level(64, 1024, 70, 4, 16)
-    use("torch")
-    results = []
-    for limit in kernels.TABLE_BYTES, 0:
-        monkeypatch.setattr(kernels, "TABLE_BYTES", limit)
-        results.append((kernels.parity_decode(indices, coefs, 64), kernels.parity_dot(indices, x),
-                        kernels.score_children(*arguments, "gemm")))
-    for with_table, without in zip(*results):
-        torch.testing.assert_close(with_table, without)
-
-
 def test_work_in_many_chunks_gives_the_same(use, monkeypatch):
     arguments = level(64, 1024, 37, 4, 16)
-    use("torch")
+    use("c")
     results = []
     for size in kernels.CHUNK, 1024:  # all at once, or one or a few tokens at a time
         monkeypatch.setattr(kernels, "CHUNK", size)
@@ -212,7 +198,7 @@ def test_work_in_many_chunks_gives_the_same(use, monkeypatch):
 def test_many_tokens(use):
     torch.manual_seed(0)
     indices, coefs = torch.randint(0, 4096, (5001, 24)), torch.randn(5001, 24)
-    use("torch")
+    use("c")
     y = kernels.parity_decode(indices, coefs, 128, 4096)
     exact = (coefs.double()[:, :, None] * dense_dictionary(128, 4096)[indices]).sum(1)
     assert_as_exact_as_torch(y, exact.float(), exact)
@@ -224,7 +210,7 @@ SCORE_SHAPES = [  # d, m, N, P, D, low
 ]
 
 
-@pytest.mark.parametrize("path, method", [("torch", "gemm"), ("torch", "transform"), ("triton", "gemm")])
+@pytest.mark.parametrize("path, method", [("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
 @pytest.mark.parametrize("d, m, N, P, D, low", SCORE_SHAPES)
 def test_scores_equal_reference(use, path, method, d, m, N, P, D, low):
     x, *rest = arguments = level(d, m, N, P, D, low=low)
@@ -236,7 +222,7 @@ def test_scores_equal_reference(use, path, method, d, m, N, P, D, low):
         assert_as_exact_as_torch(z, kernels.score_reference(x, *rest), exact)
 
 
-@pytest.mark.parametrize("path, method", [("torch", "gemm"), ("torch", "transform"), ("triton", "gemm")])
+@pytest.mark.parametrize("path, method", [("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_of_half_precision_inputs(use, path, method, dtype):
     x, *rest = level(64, 1024, 5, 3, 20, dtype=dtype)
@@ -275,7 +261,38 @@ def test_selection_with_repeats_everywhere(use, path):
     assert torch.equal(indices[:, :8], expected[0]) and torch.equal(coefs[:, 8:], torch.zeros(3, 3))
 
 
-@pytest.mark.parametrize("path, method", [("reference", "gemm"), ("torch", "gemm"), ("torch", "transform"), ("triton", "gemm")])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("N, d, k", [(1, 8, 8), (5, 16, 3), (3, 128, 8), (2, 1024, 16), (3, 256, 256), (0, 64, 5)])
+def test_level_0_selects_the_largest_standardised_coordinates(use, path, N, d, k):
+    rng = torch.Generator().manual_seed(d)
+    mean, rstd = torch.randn(d, generator=rng) / 4, 0.5 + torch.rand(d, generator=rng)
+    use(path)
+    for x in (torch.randn(N, d, generator=rng), torch.randint(-2, 3, (N, d), generator=rng).bfloat16(), torch.zeros(N, d)):
+        for center, scale in (mean, rstd), (torch.zeros(d), torch.ones(d)):  # without ties, and with
+            z = (x.float() - center) * scale
+            order = [sorted(range(d), key=lambda i: (-abs(row[i]), i))[:k] for row in z.tolist()]
+            indices, coefs = kernels.search_basis(x, center, scale, k)
+            assert indices.tolist() == order and torch.equal(coefs, z.gather(1, indices))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_count_a_child_of_two_parents_once(use, path):
+    _, parents, generators, *_ = level(64, 512, 9, 6, 40)
+    values = torch.randn(9, 512, generator=torch.Generator().manual_seed(0))
+    children = (parents[:, :, None] ^ generators).flatten(1)
+    expected = torch.ones(3, 512, dtype=torch.float64)  # sums are added to what is there
+    for n, row in enumerate(children.tolist()):
+        for child in set(row):
+            z = values[n, child].double()
+            expected[:, child] += torch.stack([torch.ones_like(z), z, z * z])
+    assert any(len(set(row)) < len(row) for row in children.tolist())
+    use(path)
+    sums = torch.ones(3, 512)
+    kernels.collect_sums(values.gather(1, children), parents, generators, sums)
+    torch.testing.assert_close(sums, expected.float())
+
+
+@pytest.mark.parametrize("path, method", [("reference", "gemm"), ("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
 def test_search_is_score_and_select_in_one(use, path, method):
     arguments = level(64, 1024, 11, 5, 20)
     use(path)
@@ -285,17 +302,6 @@ def test_search_is_score_and_select_in_one(use, path, method):
         assert torch.equal(got, want)
     rows = torch.tensor([0, 3, len(z) - 1])
     assert torch.equal(kernels.search_children(*arguments, 7, method, rows)[2], z[rows])
-
-
-@pytest.mark.parametrize("C, keep", [(1024, 32), (1000, 32), (96, 40), (40, 40)])
-def test_prefilter_leaves_out_nothing_above_its_bound(C, keep):
-    z = torch.randn(50, C, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 50)[:, None]
-    best, bound = kernels.prefilter(z, keep)
-    assert all(len(set(row)) == keep for row in best.tolist())
-    left_out = kernels.magnitude(z).scatter(1, torch.from_numpy(best).long(), -1).amax(1)
-    assert (left_out <= torch.from_numpy(bound)).all()
-    smallest_kept = kernels.magnitude(z).gather(1, torch.from_numpy(best).long()).amin(1)
-    assert keep == C or (bound < smallest_kept.numpy() * 1.001).all()  # it is a tight one
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -314,7 +320,33 @@ def test_gradients_equal_autograd_through_the_dense_dictionary(use, path):
     torch.testing.assert_close(got, torch.autograd.grad((phi * x[:, None]).sum(2), x, g_s)[0])
 
 
-@pytest.mark.parametrize("path, method", [("reference", "gemm"), ("torch", "gemm"), ("torch", "transform"), ("triton", "gemm")])
+@pytest.mark.parametrize("d", [8, 16, 64, 512])
+@pytest.mark.parametrize("path", PATHS)
+def test_decode_to_given_norms_and_its_gradients(use, path, d):
+    """y = y_hat |x| / |y_hat| against autograd in float64: also for inputs whose squares overflow or vanish in float32."""
+    rng = torch.Generator().manual_seed(d)
+    indices = torch.stack([torch.randperm(4 * d, generator=rng)[:5] for _ in range(6)])
+    indices[:, 0] %= d
+    coefs, x, grad = (torch.randn(6, n, generator=rng) for n in (5, d, d))
+    x *= torch.tensor([1, 1, 2.0 ** 100, 2.0 ** -100, 1, 0])[:, None]
+    coefs *= torch.tensor([1, 0, 1, 1, 2.0 ** -100, 1])[:, None]
+    use(path)
+    coefs.requires_grad_(), x.requires_grad_()
+    y = kernels.parity_decode(indices, coefs, d, 4 * d, like=x)
+    got = torch.autograd.grad(y, (coefs, x), grad)
+    c64, x64 = coefs.detach().double().requires_grad_(), x.detach().double().requires_grad_()
+    y_hat = (c64[:, :, None] * dense_dictionary(d, 4 * d)[indices]).sum(1)
+    norm = y_hat.norm(dim=1, keepdim=True)
+    exact = y_hat * x64.norm(dim=1, keepdim=True) / torch.where(norm == 0, 1, norm)
+    for row in 0, 2, 3, 4:
+        expected = [v[row] for v in torch.autograd.grad(exact[row], (c64, x64), grad[row].double(), retain_graph=True)]
+        for a, b in zip([y[row], got[0][row], got[1][row]], [exact[row], *expected]):
+            assert (a.double() - b).abs().max() <= 4e-6 * b.abs().max()
+    for row in 1, 5:  # zero code, zero input: zero, and nothing that is not finite
+        assert (y[row] == 0).all() and all(torch.isfinite(g[row]).all() for g in got)
+
+
+@pytest.mark.parametrize("path, method", [("reference", "gemm"), ("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
 def test_gradient_of_scores_equals_autograd_through_the_reference(use, path, method):
     x, *rest = level(64, 1024, 5, 3, 20)
     x.requires_grad_()
@@ -327,7 +359,7 @@ def test_gradient_of_scores_equals_autograd_through_the_reference(use, path, met
 
 def test_gradcheck_in_float64(use):
     torch.manual_seed(0)
-    use("torch")
+    use("c")
     indices = torch.tensor([[0, 5, 9, 63], [7, 8, 20, 21]])
     coefs, x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda c: kernels.parity_decode(indices, c, 8), coefs)
@@ -344,7 +376,10 @@ def test_operators_pass_opcheck():
     x.requires_grad_()
     for operator, arguments in [
         (kernels.decode_op, (indices, coefs, 64, 1024)),
+        (kernels.decode_like_op, (indices, coefs, x, 1024)),
         (kernels.dot_op, (indices, x, 1024)),
+        (kernels.basis_op, (x.detach(), mean[:64], rstd[:64], 5)),
+        (kernels.collect_op, (z, parents, generators, torch.zeros(3, 1024))),
         (kernels.score_op, (x, parents, generators, mean, rstd, low, "gemm")),
         (kernels.score_op, (x, parents, generators, mean, rstd, low, "transform")),
         (kernels.select_op, (z, parents, generators, 5)),
@@ -355,7 +390,7 @@ def test_operators_pass_opcheck():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("path, method", [("reference", "gemm"), ("torch", "gemm"), ("torch", "transform"), ("triton", "gemm")])
+@pytest.mark.parametrize("path, method", [("reference", "gemm"), ("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
 def test_a_token_that_is_not_finite_does_not_touch_its_neighbours(use, path, method, bad):
     x, *rest = level(64, 1024, 5, 3, 20)
     use(path)
@@ -375,7 +410,7 @@ def test_a_token_that_is_not_finite_does_not_touch_its_neighbours(use, path, met
     assert (~torch.isfinite(y)).nonzero().tolist() == [[2, 3]] and torch.equal(s, x[:, 3:4])
 
 
-@pytest.mark.parametrize("path", ["reference", "torch"])
+@pytest.mark.parametrize("path", ["reference", "c"])
 @pytest.mark.parametrize("wrong", [-1, 4096])
 def test_an_index_out_of_range_is_an_error_on_a_cpu(use, path, wrong):
     use(path)
@@ -440,6 +475,53 @@ def test_every_bit_pattern_of_nan_is_a_nan(use, path):
     assert torch.isnan(coefs).sum(1).tolist() == [1, 2, 1]
 
 
+def run_everything():
+    x, *rest = arguments = level(64, 1024, 50, 5, 33)
+    x.requires_grad_()
+    indices, coefs = kernels.search_children(*arguments, 9, "transform")
+    y = kernels.parity_decode(indices, coefs, 64, 1024, like=x)
+    return (indices, coefs, y, *torch.autograd.grad(y.square().sum() + y[:, 3].sum(), x), *kernels.search_children(*arguments, 9, "gemm"),
+            *kernels.search_basis(x, torch.zeros(64), torch.ones(64), 5), kernels.parity_dot(indices, x, 1024))
+
+
+def test_the_number_of_threads_changes_nothing(use):
+    use("c")
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in 1, 2, 5:
+            torch.set_num_threads(threads)
+            results.append(run_everything())
+    finally:
+        torch.set_num_threads(before)
+    for one, two, five in zip(*results):
+        assert torch.equal(one, two) and torch.equal(one, five)
+
+
+@pytest.mark.parametrize("problem", ["no compiler", "a compiler that fails", "no place to write"])
+def test_without_a_compiler_the_same_comes_out_and_it_is_said(monkeypatch, tmp_path, problem):
+    expected = run_everything()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if problem == "no compiler":
+        monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    elif problem == "a compiler that fails":
+        monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/false")
+    else:
+        (tmp_path / "paritytransformer").write_text("a file where the folder should be")
+    kernels.library.cache_clear()
+    try:
+        if problem == "no place to write":
+            got = run_everything()
+            assert kernels.library() is not None
+        else:
+            with pytest.warns(UserWarning, match="plain torch, many times slower"):
+                got = run_everything()
+            assert kernels.library() is None
+    finally:
+        kernels.library.cache_clear()
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_wrong_arguments_are_answered():
     indices, coefs, x = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3), torch.ones(2, 64)
     arguments = dict(zip(("x", "parents", "generators", "mean", "rstd", "low"), level(64, 1024, 2, 3, 20)))
@@ -451,7 +533,10 @@ def test_wrong_arguments_are_answered():
         (lambda: kernels.parity_decode(indices, coefs[:, :2], 64), "must have one shape"),
         (lambda: kernels.parity_decode(indices, coefs, 64, m=3000), "3000 is no number of features for d=64"),
         (lambda: kernels.parity_decode(indices, coefs, 64, m=2 ** 20), "power of two from 64 to 4096"),
+        (lambda: kernels.parity_decode(indices, coefs, 64, like=x[:1]), r"like must have shape \(2, 64\)"),
         (lambda: kernels.parity_dot(indices, x[0]), "x must have 2 dimensions"),
+        (lambda: kernels.search_basis(x, x[0], x[0, :3], 2), "mean and rstd must have the length 64"),
+        (lambda: kernels.search_basis(x, x[0], x[0], 65), "k=65 features cannot be selected from 64"),
         (lambda: kernels.select_distinct(x[0], indices, torch.arange(4), 3), "z must have 2 dimensions"),
         (lambda: kernels.select_distinct(x, indices, torch.rand(4), 3), "generators must be integers"),
         (lambda: kernels.score_children(**arguments | {"parents": indices[:, :0]}), "parents are empty"),
