@@ -1116,9 +1116,10 @@ def parity_decode(indices, coefs, d, m=None, like=None):
     check_floats("like", like)
     if like.shape[0] != coefs.shape[0] or like.shape[1] != d:
         raise ValueError(f"like must have shape ({coefs.shape[0]}, {d}), not {tuple(like.shape)}")
-    if backend(like) == "reference":
-        return rescale(decode_op(indices, wide(coefs), d, m), like)
-    return decode_like_op(indices, coefs.float(), wide(like) if backend(like) == "c" else like, m)[0].to(like.dtype)
+    path = backend(like)
+    if path == backend(coefs) != "reference":
+        return decode_like_op(indices, wide(coefs), like if path == "triton" else wide(like), m)[0].to(like.dtype)
+    return rescale(decode_op(indices, wide(coefs), d, m), like)
 
 
 def parity_dot(indices, x, m=None):

@@ -217,11 +217,10 @@ def other_bytes(config):
     """Bytes of a token in plain torch: 4 a coordinate, 60 an active feature, and the sums of the levels.
 
     Forward: read x for the sums of level 0 (2). Backward: read the gradient of the scores beside that of the norm (2). The sums of the
-    other levels are of 64 tokens a step, their candidates sorted (200 a candidate), and added up in every pass (48 a feature).
+    other levels are of 64 tokens a step, their candidates sorted (200 a candidate).
     """
     candidates = sum(P * D for P, D in zip(config.active, config.children))
-    features = 2 ** config.bits[-1] - config.d
-    return 4 * config.d + 60 * sum(config.active) + 200 * candidates * 64 / config.batch_tokens + 48 * features / PASS
+    return 4 * config.d + 60 * sum(config.active) + 200 * candidates * 64 / config.batch_tokens
 
 
 def dense_flops(config):
