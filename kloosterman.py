@@ -53,6 +53,7 @@ def gf_inverse(t):
     return inverse
 
 
+@functools.lru_cache(maxsize=None)
 def seed_matrix(d):
     """M: d rows of 2t bits, each packed into a word; low half k, high half the inverse of k."""
     t = log2_width(d)
@@ -67,6 +68,41 @@ def sign_vectors(indices, d):
                          f"but these go from {indices.min()} to {indices.max()}")
     words = indices.astype(np.uint32)[:, None] & seed_matrix(d)  # (n, d)
     return 1 - 2 * (np.bitwise_count(words) & 1).astype(np.int8)
+
+
+# Signs as bits, 1 for minus, in the two layouts that the kernels read. i = u1 + (u2 << t) has the signs H[u1] ^ s[u2].
+
+
+def packing(d):
+    """(BITS, W): a row of signs is W words of BITS bits. At least 16 words, the least that a GPU's matrix product takes."""
+    bits = min(32, max(1, d // 16))
+    return bits, max(16, d // bits)
+
+
+@functools.lru_cache(maxsize=None)
+def packed_signs(d, m):
+    """Rows 0..d-1: the Hadamard rows H[u1]; then the patterns s[u2] of m features. (rows, W) words.
+
+    Bit b of word w belongs to coordinate b*W + w, so that a tile of W neighbouring coordinates takes one bit from each word. There is
+    always a pattern 1: kernels on a GPU point a wrong index at it, with a coefficient of NaN.
+    """
+    bits, W = packing(d)
+    indices = np.concatenate([np.arange(d), np.arange(max(2, m // d)) * d])
+    words = np.zeros((len(indices), W), np.uint32)
+    for rows in np.array_split(np.arange(len(indices)), max(1, len(indices) * d >> 24)):  # 16 MB of signs at a time
+        negative = np.zeros((len(rows), bits * W), np.uint32)
+        negative[:, :d] = sign_vectors(indices[rows], d) < 0
+        words[rows] = (negative.reshape(-1, bits, W) << np.arange(bits, dtype=np.uint32)[:, None]).sum(1, dtype=np.uint32)
+    return words
+
+
+@functools.lru_cache(maxsize=None)
+def pattern_words(d, m):
+    """The patterns s[u2] of m features, 16 side by side: bit b of word (k, lane) is the sign of s[16 b + lane] at k; then 512 more."""
+    words = np.zeros((-(-m // d // 512), d, 16), np.uint32)
+    for u2 in range(m // d):
+        words[u2 // 512, :, u2 % 16] |= (sign_vectors(u2 * d, d)[0] < 0).astype(np.uint32) << np.uint32(u2 // 16 % 32)
+    return words
 
 
 def walsh_hadamard(a):

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import kernels
+import kernels_cpu
+import kernels_gpu
 from kloosterman import sign_vectors
 
 PATHS = ["reference", "c", "triton"]
@@ -175,8 +177,8 @@ def test_work_in_many_chunks_gives_the_same(use, monkeypatch):
     arguments = level(64, 1024, 37, 4, 16)
     use("c")
     results = []
-    for size in kernels.CHUNK, 1024:  # all at once, or one or a few tokens at a time
-        monkeypatch.setattr(kernels, "CHUNK", size)
+    for size in kernels_cpu.CHUNK, 1024:  # all at once, or one or a few tokens at a time
+        monkeypatch.setattr(kernels_cpu, "CHUNK", size)
         results.append([*(kernels.score_children(*arguments, method) for method in ("gemm", "transform")),
                         *kernels.search_children(*arguments, 7, "transform")])
     assert len(kernels.chunks(37, 4 * 64)) > 5
@@ -415,7 +417,7 @@ def test_an_index_out_of_range_is_nan_for_its_token_in_the_kernels(wrong):
 @needs_triton
 def test_all_features_as_children_of_feature_0(use, monkeypatch):
     """Flat selection: more generators than are held at a time, and no row of moments for every parent."""
-    monkeypatch.setattr(kernels, "COLUMNS", 128)
+    monkeypatch.setattr(kernels_gpu, "COLUMNS", 128)
     d, m, k = 64, 512, 40
     x, _, _, mean, rstd, low = level(d, m, 3, 1, 5)
     parents, generators = torch.zeros(3, 1, dtype=torch.int64), torch.arange(d, m)
@@ -467,22 +469,22 @@ def test_without_a_compiler_the_same_comes_out_and_it_is_said(monkeypatch, tmp_p
     expected = run_everything()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if problem == "no compiler":
-        monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+        monkeypatch.setattr(kernels_cpu.shutil, "which", lambda name: None)
     elif problem == "a compiler that fails":
-        monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/false")
+        monkeypatch.setattr(kernels_cpu.shutil, "which", lambda name: "/bin/false")
     else:
         (tmp_path / "paritytransformer").write_text("a file where the folder should be")
-    kernels.library.cache_clear()
+    kernels_cpu.library.cache_clear()
     try:
         if problem == "no place to write":
             got = run_everything()
-            assert kernels.library() is not None
+            assert kernels_cpu.library() is not None
         else:
             with pytest.warns(UserWarning, match="plain torch, many times slower"):
                 got = run_everything()
-            assert kernels.library() is None
+            assert kernels_cpu.library() is None
     finally:
-        kernels.library.cache_clear()
+        kernels_cpu.library.cache_clear()
     for a, b in zip(got, expected):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

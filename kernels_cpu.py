@@ -1,0 +1,162 @@
+"""The operations of the bottleneck on a CPU: kernels.c, compiled on first use, and the functions in it as functions of tensors.
+
+Each function here is what the reference of its name in kernels.py is, for contiguous float32 tensors and int64 indices.
+"""
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+
+import numpy as np
+import torch
+
+from kloosterman import packed_signs, packing, pattern_words
+
+CHUNK = 2 ** 19  # elements of a piece of work that stays in a processor's cache
+
+
+def chunks(N, elements, most=None):
+    """Slices of the tokens 0..N-1, each of at most `most` elements altogether: CHUNK by default."""
+    size = max(1, (most or CHUNK) // elements)
+    return [slice(start, min(start + size, N)) for start in range(0, N, size)]
+
+
+@functools.lru_cache(maxsize=None)
+def library():
+    """kernels.c as a loaded library, compiled for this very processor and kept in a cache; None without a C compiler."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    if compiler is None:
+        warnings.warn("there is no C compiler, so the bottleneck runs in plain torch, many times slower: install gcc or clang")
+        return None
+    source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels.c")
+    with open(source, "rb") as file:
+        key = hashlib.sha256(file.read() + compiler.encode() + processor().encode()).hexdigest()[:16]
+    folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "paritytransformer")
+    path = os.path.join(folder, f"kernels-{key}.so")
+    if os.path.exists(path):
+        return ctypes.CDLL(path)
+    with tempfile.TemporaryDirectory() as build:
+        made = os.path.join(build, "kernels.so")
+        command = [compiler, "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi", source, "-o", made, "-lm"]
+        run = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
+        if run.returncode:
+            run = subprocess.run(command, capture_output=True, text=True)
+            warnings.warn(f"{compiler} has no OpenMP, so the bottleneck uses one thread: install gcc" if run.returncode == 0 else
+                          f"kernels.c could not be compiled, so the bottleneck runs in plain torch, many times slower: {' '.join(command)}\n"
+                          f"{run.stderr[:2000]}")
+            if run.returncode:
+                return None
+        with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
+            os.makedirs(folder, exist_ok=True)
+            shutil.copy(made, f"{path}.{os.getpid()}")
+            os.replace(f"{path}.{os.getpid()}", path)  # other processes see all of it or nothing
+        return ctypes.CDLL(made)
+
+
+@torch.compiler.assume_constant_result  # not to be traced
+def has_library():
+    return library() is not None
+
+
+def processor():
+    """What -march=native depends on: a home folder may be shared by machines of several kinds."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        return next(line for line in file if line.startswith(("flags", "Features")))
+    return platform.platform() + platform.processor()
+
+
+def call(name, *arguments):
+    """A function of kernels.c: tensors and arrays go by address, None is no address, numbers are int64."""
+    def convert(value):
+        if isinstance(value, np.ndarray):
+            return ctypes.c_void_p(value.ctypes.data)
+        if isinstance(value, torch.Tensor):
+            assert value.is_contiguous() and value.dtype in (torch.float32, torch.float64, torch.int32, torch.int64), value
+            return ctypes.c_void_p(value.data_ptr())
+        return ctypes.c_void_p(None) if value is None else ctypes.c_int64(value)
+    getattr(library(), name)(*map(convert, arguments))
+
+
+def threads(N):
+    """Of the processor, for N tokens: a thread is worth its waking for some tokens only."""
+    return max(1, min(torch.get_num_threads(), N // 8))
+
+
+def decode_c(indices, coefs, d, m):
+    (N, K), y = indices.shape, coefs.new_empty(len(indices), d)
+    call("decode", indices, coefs, None, packed_signs(d, m), y, None, N, K, d, *packing(d), threads(N))
+    return y
+
+
+def decode_like_c(indices, coefs, like, m):
+    """decode_c scaled to the norms of `like`; then nothing; and (N, 2): the scale of each row, and its norm in `like`."""
+    (N, d), K = like.shape, indices.shape[1]
+    y, norms = torch.empty_like(like), like.new_empty(N, 2, dtype=torch.float64)
+    call("decode", indices, coefs, like, packed_signs(d, m), y, norms, N, K, d, *packing(d), threads(N))
+    return y, like.new_empty(0, d), norms
+
+
+def dot_c(indices, x, m):
+    (N, d), K = x.shape, indices.shape[1]
+    out = x.new_empty(N, K)
+    call("dot", indices, x, None, None, None, packed_signs(d, m), out, None, N, K, d, *packing(d), threads(N))
+    return out
+
+
+def decode_like_backward_c(indices, grad, y, like, norms, m):
+    """The gradients of decode_like_c's coefs and `like`, from the gradient of what it gave, y."""
+    (N, d), K = grad.shape, indices.shape[1]
+    to_coefs, to_like = grad.new_empty(N, K), torch.empty_like(like)
+    call("dot", indices, grad, y, like, norms, packed_signs(d, m), to_coefs, to_like, N, K, d, *packing(d),
+         threads(N))
+    return to_coefs, to_like
+
+
+def basis_c(x, mean, rstd, k):
+    N, d = x.shape
+    indices, coefs = torch.empty(N, k, dtype=torch.int64), x.new_empty(N, k)
+    call("basis", x, mean, rstd, indices, coefs, N, d, k, threads(N))
+    return indices, coefs
+
+
+def score_product_c(x, parents, generators, mean, rstd, low):
+    """<h_{i ^ g}, x> = <Gamma_g, h_i * x>: one matrix Gamma for all parents, one product."""
+    (N, d), P, D = x.shape, parents.shape[1], len(generators)
+    packed = packed_signs(d, low + len(mean))
+    gamma = x.new_empty(D, d)
+    call("sign_flips", x.new_ones(1, d), generators, packed, gamma, 1, D, d, *packing(d), threads(D))
+    z = x.new_empty(N, P * D)
+    flipped = x.new_empty(min(N, max(1, CHUNK // (P * d))), P, d)  # all chunks share it: fresh memory is slow
+    for rows in chunks(N, P * d):
+        hx = flipped[: rows.stop - rows.start]
+        call("sign_flips", x[rows], parents[rows], packed, hx, len(hx), P, d, *packing(d), threads(P * len(hx)))
+        torch.matmul(hx, gamma.t(), out=z[rows].view(-1, P, D))
+    call("standardise", z, parents, generators, mean, rstd, N, P, D, d, low, threads(N))
+    return z
+
+
+def search_transform_c(x, parents, generators, mean, rstd, low, k, rows):
+    """Every feature of the level by Walsh-Hadamard transforms of x * s[u2], one for each u2; then the children are picked."""
+    (N, d), P, D = x.shape, parents.shape[1], len(generators)
+    place = torch.full((N,), -1).index_put_((rows,), torch.arange(len(rows)))
+    indices, coefs, sampled = torch.empty(N, k, dtype=torch.int64), x.new_empty(N, k), x.new_empty(len(rows), P * D)
+    call("search", x, parents, generators, mean, rstd, pattern_words(d, low + len(mean)), place, indices, coefs, sampled, N, d, P, D, low,
+         len(mean), k, threads(N))
+    return indices, coefs, sampled
+
+
+def select_c(z, parents, generators, k):
+    N, (P, D) = len(z), (parents.shape[1], len(generators))
+    indices, coefs = torch.empty(N, k, dtype=torch.int64), z.new_empty(N, k)
+    call("choose", z, parents, generators, indices, coefs, N, P, D, k, threads(N))
+    return indices, coefs
+
+
+def collect_c(z, parents, generators, sums):
+    call("collect", z, parents, generators, sums, *parents.shape, len(generators), sums.shape[1])
