@@ -215,7 +215,7 @@ def step_kernels(config, cache):
 
 
 def other_bytes(config):
-    """Bytes of a token in plain torch: 4 a coordinate, 60 an active feature, and the sums of the levels.
+    """Bytes of a token in what torch.compile fuses: 4 a coordinate, 60 an active feature, and the sums of the levels.
 
     Forward: read x for the sums of level 0 (2). Backward: read the gradient of the scores beside that of the norm (2). The sums of the
     other levels are of 64 tokens a step, their candidates sorted (200 a candidate).
