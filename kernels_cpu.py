@@ -112,6 +112,7 @@ def dot_c(indices, x, m):
 def decode_like_backward_c(indices, grad, y, like, norms, m):
     """The gradients of decode_like_c's coefs and `like`, from the gradient of what it gave, y."""
     (N, d), K = grad.shape, indices.shape[1]
+    assert y.shape == like.shape == grad.shape and norms.shape == (N, 2), (y.shape, like.shape, norms.shape)
     to_coefs, to_like = grad.new_empty(N, K), torch.empty_like(like)
     call("dot", indices, grad, y, like, norms, packed_signs(d, m), to_coefs, to_like, N, K, d, *packing(d),
          threads(N))
