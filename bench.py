@@ -340,7 +340,7 @@ def main():
     parser.add_argument("what", nargs="?", default="table", choices=["table", "dpb", "scale", "generate", "predict"])
     parser.add_argument("--rows", help="of the table and of generate, as in small_2l,tiny", default=None)
     parser.add_argument("--variants", default="dense,parity,flat,topk")
-    parser.add_argument("--layers", type=int, help="of the paper's models; by default all, but 4 of the large ones on a CPU")
+    parser.add_argument("--layers", type=int, help="of the paper's models; by default all, but on a CPU 4 of large_2l and 2 of large_3l")
     parser.add_argument("--batch", type=int, help="sequences a pass; 1 on a CPU, 16 on a GPU", default=16 if torch.cuda.is_available() else 1)
     parser.add_argument("--optimiser", action="store_true", help="add the optimiser's share to a pass of the paper's models")
     parser.add_argument("--patience", type=float, default=60, help="seconds after which a variant gets no further pass")
@@ -358,7 +358,8 @@ def main():
         parser.error(f"there is no {unknown[0]}: rows are {', '.join(ROWS)}, variants {', '.join(SETTINGS)}")
 
     def layers_of(row):
-        return None if row == "tiny" else options.layers or (4 if row.startswith("large") and not torch.cuda.is_available() else None)
+        on_cpu = {} if torch.cuda.is_available() else {"large_2l": 4, "large_3l": 2}
+        return None if row == "tiny" else options.layers or on_cpu.get(row)
     options.layers_of = layers_of
     options.repeats = options.repeats or (3 if options.what == "table" else 7)
     options.tokens = options.tokens or {"scale": 256, "generate": 32}.get(options.what, 1024)

@@ -153,17 +153,22 @@ void dot(const int64_t *indices, const float *x, const float *y, const float *li
 
 typedef struct {
     int64_t C, k;
-    float *z;         /* (C) scores of a token's candidates, then zeros to the next multiple of 128 */
-    uint32_t *top;    /* the largest |z| of every eight candidates that lie 16 apart */
+    int64_t keep;     /* somewhat more than k: of so many best candidates, k are sure to be distinct, nearly */
+    int64_t height;   /* candidates of a group: 1, 2, 4 or 8 that lie 16 apart */
+    int64_t groups;
+    float *z;         /* (C) scores of a token's candidates, then zeros to the end of the last group */
+    uint32_t *top;    /* the largest |z| of every group */
     uint64_t *keys;   /* the best so far, in order */
     int64_t found;
 } Selection;
 
 static Selection selection(int64_t C, int64_t k)
 {
-    int64_t padded = (C + 127) / 128 * 128;
-    Selection s = {C, k, room(padded * 4), room(padded / 2), room(k * 8), 0};
-    memset(s.z + C, 0, (padded - C) * 4);
+    Selection s = {.C = C, .k = k, .keep = k + k / 4 + 4, .height = 8};
+    while (s.height > 1 && C < 4 * s.keep * s.height) s.height /= 2;
+    s.groups = (C + 16 * s.height - 1) / (16 * s.height) * 16;
+    s.z = room(s.groups * s.height * 4), s.top = room(s.groups * 4), s.keys = room(k * 8);
+    memset(s.z + C, 0, (s.groups * s.height - C) * 4);
     return s;
 }
 
@@ -185,17 +190,14 @@ inline bits larger(bits a, bits b)
     return (a & which) | (b & ~which);
 }
 
-/* A |z| that about k of the groups' largest reach, or some more: hardly any candidate below it can be among the k best. */
+/* A |z| that the largest of `keep` groups reach, or of some more: hardly any candidate below it can be among the k best. */
 static uint32_t estimate(Selection *s)
 {
-    int64_t groups = (s->C + 127) / 128 * 16, keep = s->k + s->k / 4 + 4;
+    int64_t groups = s->groups, keep = s->keep;
     bits most = {0};
     for (int64_t g = 0; g < groups; g += 16) {
         bits top = {0};
-        for (int i = 0; i < 8; i++) {
-            bits size = *(const bits *)(s->z + g * 8 + i * 16) & TOP;
-            top = larger(size, top);
-        }
+        for (int64_t i = 0; i < s->height; i++) top = larger(*(const bits *)(s->z + g * s->height + i * 16) & TOP, top);
         *(bits *)(s->top + g) = top;
         most = larger(top, most);
     }
@@ -242,9 +244,9 @@ static void take(Selection *s, const int64_t *parents, const uint32_t *generator
     for (;;) {
         uint32_t bar = start;
         s->found = 0;
-        for (int64_t g = 0; g < (s->C + 127) / 128 * 16; g++)
+        for (int64_t g = 0; g < s->groups; g++)
             if (s->top[g] >= bar)
-                for (int64_t c = g / 16 * 128 + g % 16, end = c + 128; c < end && c < s->C; c += 16)
+                for (int64_t c = g / 16 * 16 * s->height + g % 16, end = c + 16 * s->height; c < end && c < s->C; c += 16)
                     if ((word_of(s->z[c]) & TOP) >= bar) bar = offer(s, s->z[c], parents[c / D] ^ generators[c % D], bar);
         if (s->found == s->k || start == 0) break;
         start = 0;  /* too many of the candidates were repeats */

@@ -354,6 +354,7 @@ def save_decode_like(ctx, inputs, output):
     result, before, norms = output
     ctx.save_for_backward(indices, result if backend(like) == "c" else before, like, norms)
     ctx.mark_non_differentiable(before, norms)
+    ctx.set_materialize_grads(False)
 
 
 def decode_like_backward(ctx, grad, *_):
