@@ -1,5 +1,5 @@
-/* The operations of the bottleneck on a CPU, in float32: decode, dot, score by transform, select. kernels.py has what each
-   computes, in plain torch, and compiles this file when it first needs it.
+/* The operations of the bottleneck on a CPU, in float32: decode, dot, score, select. kernels.py has what each computes in plain
+   torch; kernels_cpu.py compiles this file when it is first needed, and calls it.
 
    A sign vector h_i is the product of a Hadamard row H[u1] and a pattern s[u2], with i = u1 + (u2 << t), d = 1 << t. Signs are
    bits, 1 for minus, and a product is an XOR. They are laid out so that a shift brings 16 neighbouring signs into the sign bits
@@ -8,48 +8,55 @@
    Tokens are independent: each is computed by one thread, the same way on any number of threads. */
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-typedef float vec __attribute__((vector_size(64), aligned(4)));        /* 16 floats, anywhere in memory */
-typedef uint32_t bits __attribute__((vector_size(64), aligned(4)));
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));  /* 16 floats, anywhere in memory */
+typedef uint32_t bits __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float half __attribute__((vector_size(32), aligned(4)));
 typedef double wide __attribute__((vector_size(64), aligned(8)));
 
-#define inline static inline __attribute__((always_inline))
+#define INLINE static inline __attribute__((always_inline))
 #define TOP 0x7FFFFFFFu
-#define NAN_SIZE 0x7FC00000u  /* |NaN|, whatever its bits: above infinity */
+#define NAN_SIZE 0x7FC00000u  /* the |z| of every NaN from here up: above infinity */
+
+static void *checked(void *memory)
+{
+    if (memory) return memory;
+    fputs("kernels.c: out of memory\n", stderr);
+    abort();
+}
 
 static void *room(size_t bytes)
 {
-    void *memory = aligned_alloc(64, (bytes + 127) / 64 * 64);
-    if (!memory) abort();
-    return memory;
+    return checked(aligned_alloc(64, (bytes + 127) / 64 * 64));
 }
 
 /* v with the signs flipped that bit b of `signs` says. */
-inline vec flip(vec v, bits signs, int b)
+INLINE vec flip(vec v, bits signs, int b)
 {
     return (vec)((bits)v ^ ((signs << (31 - b)) & 0x80000000u));
 }
 
-inline vec spread(float value)
+INLINE vec spread(float value)
 {
     return value - (vec){0};
 }
 
 /* <x, y>, in double, where no float overflows or vanishes. */
-inline double inner(const float *x, const float *y, int64_t d)
+INLINE double inner(const float *x, const float *y, int64_t d)
 {
     wide sum = {0};
-    for (int64_t i = 0; i < d; i += 8) sum += __builtin_convertvector(*(const half *)(x + i), wide) * __builtin_convertvector(*(const half *)(y + i), wide);
+    for (int64_t i = 0; i < d; i += 8)
+        sum += __builtin_convertvector(*(const half *)(x + i), wide) * __builtin_convertvector(*(const half *)(y + i), wide);
     return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
 }
 
-/* Decode and dot. A row of signs is W words, bit b of word w for coordinate b * W + w: packed_signs in kernels.py. */
+/* Decode and dot. A row of signs is W words, bit b of word w for coordinate b * W + w: packed_signs in kloosterman.py. */
 
 /* The signs of the features of a token that are not basis vectors, W words each, and their coefficients: returns how many. */
-inline int64_t gather_signs(const int64_t *indices, const float *coefs, const uint32_t *packed, int64_t K, int64_t d, int64_t W,
+INLINE int64_t gather_signs(const int64_t *indices, const float *coefs, const uint32_t *packed, int64_t K, int64_t d, int64_t W,
                             uint32_t *signs, float *values)
 {
     int64_t hashed = 0;
@@ -62,9 +69,9 @@ inline int64_t gather_signs(const int64_t *indices, const float *coefs, const ui
     return hashed;
 }
 
-/* y[n] = sum_k coefs[n, k] phi_{indices[n, k]}, then, if there is `like`, times |like[n]| / |y[n]|: to norms[n] go that factor and
-   |like[n]|. Where |y[n]| is zero it counts as one. Sign vectors are added first: small terms before large ones. */
-void decode(const int64_t *indices, const float *coefs, const float *like, const uint32_t *packed, float *y, double *norms,
+/* y[n] = sum_k coefs[n, k] phi_{indices[n, k]}, then, if there is `like`, times |like[n]| / |y[n]|, where a |y[n]| of zero
+   counts as one; to norms[n] go these two, |y[n]| first. Sign vectors are added first: small terms before large ones. */
+void decode(const int64_t *indices, const float *coefs, const float *like, const uint32_t *packed, float *y, float *norms,
             int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
 {
     int64_t tiles = BITS < 4 ? 4 : BITS;
@@ -93,9 +100,8 @@ void decode(const int64_t *indices, const float *coefs, const float *like, const
             if (like) {
                 double of_y = sqrt(inner(row, row, d)), of_x = sqrt(inner(like + n * d, like + n * d, d));
                 float factor = of_x / (of_y == 0 ? 1 : of_y);
-                norms[2 * n] = factor;
-                norms[2 * n + 1] = of_x;
                 for (int64_t i = 0; i < d; i++) row[i] *= factor;
+                norms[2 * n] = of_y, norms[2 * n + 1] = of_x;
             }
             memcpy(y + n * d, row, d * 4);
         }
@@ -104,9 +110,9 @@ void decode(const int64_t *indices, const float *coefs, const float *like, const
 }
 
 /* out[n, k] = <phi_{indices[n, k]}, x[n]>. If there is `like`, x is the gradient of a decode scaled to it, y what that decode gave:
-   then out is the gradient of its coefficients, and to_like that of `like`. With u = y / |like|, both come from <u, x>:
-   factor (x - u <u, x>) is the gradient of the sum before it was scaled, <u, x> like / |like| that of `like`. */
-void dot(const int64_t *indices, const float *x, const float *y, const float *like, const double *norms, const uint32_t *packed,
+   then out is the gradient of its coefficients, and to_like that of `like`. With u = y / |like|, both come from <u, x>: that of the
+   sum before it was scaled is |like| / |sum| (x - u <u, x>), that of `like` is <u, x> like / |like|. */
+void dot(const int64_t *indices, const float *x, const float *y, const float *like, const float *norms, const uint32_t *packed,
          float *out, float *to_like, int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
 {
     int64_t tiles = BITS < 4 ? 4 : BITS;
@@ -119,7 +125,8 @@ void dot(const int64_t *indices, const float *x, const float *y, const float *li
         for (int64_t n = 0; n < N; n++) {
             memcpy(row, x + n * d, d * 4);
             if (like) {
-                double factor = norms[2 * n], inverse = norms[2 * n + 1] == 0 ? 0 : 1 / norms[2 * n + 1];
+                double of_y = norms[2 * n], of_x = norms[2 * n + 1];
+                double factor = of_x / (of_y == 0 ? 1 : of_y), inverse = of_x == 0 ? 0 : 1 / of_x;
                 const float *u = y + n * d, *from = like + n * d;  /* u times |like| */
                 double along = inner(u, row, d) * inverse;
                 for (int64_t i = 0; i < d; i++) {
@@ -177,14 +184,14 @@ static void release(Selection s)
     free(s.z), free(s.top), free(s.keys);
 }
 
-inline uint32_t word_of(float z)
+INLINE uint32_t word_of(float z)
 {
     uint32_t word;
     memcpy(&word, &z, 4);
     return word;
 }
 
-inline bits larger(bits a, bits b)
+INLINE bits larger(bits a, bits b)
 {
     bits which = (bits)(a > b);
     return (a & which) | (b & ~which);
@@ -343,7 +350,7 @@ void choose(const float *z, const int64_t *parents, const int64_t *generators, i
 /* Scores by transform. 16 patterns u2 at a time lie in the lanes of a vector: then a Walsh-Hadamard transform over the d coordinates
    is additions of whole vectors, and element u1 of the result has the scores of u1 + (u2 << t) for the 16. */
 
-inline void butterflies(vec *a, int n)  /* n is known to the compiler: unrolled, `a` stays in registers */
+INLINE void butterflies(vec *a, int n)  /* n is known to the compiler: unrolled, `a` stays in registers */
 {
     #pragma GCC unroll 4
     for (int h = 1; h < n; h *= 2)
@@ -357,7 +364,7 @@ inline void butterflies(vec *a, int n)  /* n is known to the compiler: unrolled,
 }
 
 /* The last n vectors' worth of a transform, then (score - mean) * rstd. */
-inline void finish(vec *a, const vec *mean, const vec *rstd, float scale, int n)
+INLINE void finish(vec *a, const vec *mean, const vec *rstd, float scale, int n)
 {
     vec r[16];
     #pragma GCC unroll 16
@@ -388,7 +395,7 @@ static void transform(vec *a, const vec *mean, const vec *rstd, float scale, int
 }
 
 /* The same of x times 16 patterns, whose signs are bit b of `signs`. */
-inline void transform_signed(vec *a, const float *x, const bits *signs, int b, const vec *mean, const vec *rstd, float scale, int64_t d)
+INLINE void transform_signed(vec *a, const float *x, const bits *signs, int b, const vec *mean, const vec *rstd, float scale, int64_t d)
 {
     int64_t q = d / 8;
     for (int64_t i = 0; i < q; i++) {
@@ -401,7 +408,7 @@ inline void transform_signed(vec *a, const float *x, const bits *signs, int b, c
 }
 
 /* Where the score of feature i lies: 16 patterns side by side. Bits only change places, so that this goes through an XOR. */
-inline uint32_t place(uint32_t i, int t)
+INLINE uint32_t place(uint32_t i, int t)
 {
     return i >> (t + 4) << (t + 4) | (i & ((1u << t) - 1)) << 4 | (i >> t & 15);
 }
@@ -447,8 +454,7 @@ void search(const float *x, const int64_t *parents, const int64_t *generators, c
 void collect(const float *z, const int64_t *parents, const int64_t *generators, float *sums, int64_t R, int64_t P, int64_t D, int64_t m)
 {
     uint32_t *words = narrow(generators, D);
-    uint64_t *seen = calloc((m + 63) / 64, 8);
-    if (!seen) abort();
+    uint64_t *seen = checked(calloc((m + 63) / 64, 8));
     for (int64_t r = 0; r < R; r++) {
         for (int64_t p = 0; p < P; p++)
             for (int64_t j = 0; j < D; j++) {

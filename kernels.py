@@ -1,4 +1,4 @@
-"""The four operations of the bottleneck, each as a plain torch reference, a fast path for CPUs and a Triton kernel.
+"""The operations of the bottleneck, each as a plain torch reference, in C (kernels_cpu.py) and as a Triton kernel (kernels_gpu.py).
 
     parity_decode(indices, coefs, d)      y[n]    = sum_k coefs[n, k] phi_{indices[n, k]}        (N, K) -> (N, d)
     parity_dot(indices, x)                s[n, k] = <phi_{indices[n, k]}, x[n]>                  (N, d) -> (N, K)
@@ -7,7 +7,7 @@
 
 phi_i is a row of the dictionary of kloosterman.py: a sign vector over sqrt(d), or e_i below d. Decode and dot are
 each other's gradient. `search_children` is score and select in one, without the (N, P*D) scores ever existing
-for all tokens. The references are the specification: every other path is tested against them.
+for all tokens, `search_basis` the same for level 0. The references are the specification: every other path is tested against them.
 
 Letters: N tokens, d width, K features per token, P parents, D generators, m = features in all, and a level's
 features are low .. low + len(mean) - 1.
@@ -66,6 +66,13 @@ def score_reference(x, parents, generators, mean, rstd, low):
     return (dot_reference(children, x) - mean[children - low]) * rstd[children - low]
 
 
+def score_product(x, parents, generators, mean, rstd, low):
+    """The same, faster: <h_{i ^ g}, x> = <Gamma_g, h_i * x>, one matrix Gamma for all parents."""
+    d, children = x.shape[1], (parents[:, :, None] ^ generators) - low  # (N, P, D)
+    scores = sign_rows(parents, d, x.dtype).mul_(x[:, None]) @ sign_rows(generators, d, x.dtype).t() / math.sqrt(d)
+    return ((scores - mean[children]) * rstd[children]).flatten(1)
+
+
 def select_reference(z, parents, generators, k):
     """Sort by index, drop repeats, then sort by |z|: both sorts stable, so ties go to the lower index."""
     children, size = (parents[:, :, None] ^ generators).flatten(1), magnitude(z)
@@ -84,7 +91,10 @@ def basis_reference(x, mean, rstd, k):
 
 
 def collect_reference(z, parents, generators, sums):
-    """Sort by index, so that repeats are neighbours: the first of them counts. Its cost does not depend on m."""
+    """Sort by index, so that repeats are neighbours: the first of them counts. Its cost does not depend on m.
+
+    A GPU adds up in any order, and in a fixed one under torch.use_deterministic_algorithms.
+    """
     children, order = (parents[:, :, None] ^ generators).flatten(1).sort(dim=1, stable=True)
     first = F.pad(children[:, 1:] != children[:, :-1], (1, 0), value=True)
     z = z.gather(1, order).masked_fill(~first, 0)
@@ -192,7 +202,7 @@ def decode_op(indices: torch.Tensor, coefs: torch.Tensor, d: int, m: int, dtype:
 
 @torch.library.custom_op("parity::decode_like", mutates_args=())
 def decode_like_op(indices: torch.Tensor, coefs: torch.Tensor, like: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result; what it was before it was scaled (no rows in C, whose gradient needs the result only); norms."""
+    """The result; what it was before it was scaled (no rows in C, whose gradient needs the result only); the norms of that and of `like`."""
     check_range("feature indices", indices, 0, m)
     way = decode_like_c if backend(like) == "c" else decode_like_triton
     return way(indices.contiguous(), coefs.contiguous(), like.contiguous(), m)
@@ -230,7 +240,7 @@ def score(x, parents, generators, mean, rstd, low):
     level = generators, mean, rstd, low
     path = backend(x)
     if path == "reference":
-        return by_chunks(score_reference, (wide(x), parents), parents.shape[1] * len(generators) * x.shape[1], *level)
+        return by_chunks(score_product, (wide(x), parents), parents.shape[1] * (len(generators) + x.shape[1]), *level)
     if path == "c":
         return score_product_c(wide(x).contiguous(), parents.contiguous(), *level)
     return score_triton(x.contiguous(), parents.contiguous(), *level)
@@ -251,7 +261,7 @@ def basis_op(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, k: int) ->
     path = backend(x)
     if path == "triton":
         return basis_triton(x.contiguous(), mean, rstd, k)
-    return (basis_c if path == "c" else basis_reference)(wide(x).contiguous(), mean.contiguous(), rstd.contiguous(), k)
+    return (basis_c if path == "c" else basis_reference)(wide(x).contiguous(), mean, rstd, k)
 
 
 @torch.library.custom_op("parity::search", mutates_args=())
@@ -276,8 +286,11 @@ def search_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, 
 
 @torch.library.custom_op("parity::collect", mutates_args=("sums",))
 def collect_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, sums: torch.Tensor) -> None:
+    m = sums.shape[1]
+    check_range("parents", parents, 0, m)
+    check_range("generators", generators, 0, m)  # m is a power of two, so that children lie below it, too
     if backend(z) == "c":
-        collect_c(z, parents.contiguous(), generators, sums)
+        collect_c(z, parents, generators, sums)
     else:
         collect_reference(z, parents, generators, sums)
 
@@ -294,14 +307,13 @@ def _(indices, coefs, d, m, dtype=None):
 
 @decode_like_op.register_fake
 def _(indices, coefs, like, m):
-    in_c = backend(like) == "c"
-    before = like.new_empty(0 if in_c else like.shape[0], like.shape[1], dtype=torch.float32)
-    return torch.empty_like(like), before, like.new_empty(like.shape[0], 2, dtype=torch.float64 if in_c else torch.float32)
+    before = coefs.new_empty(0 if backend(like) == "c" else like.shape[0], like.shape[1])
+    return like.new_empty(like.shape), before, coefs.new_empty(like.shape[0], 2)
 
 
 @decode_like_backward_op.register_fake
 def _(indices, grad, y, like, norms, m):
-    return like.new_empty(indices.shape, dtype=torch.float32), torch.empty_like(like)
+    return norms.new_empty(indices.shape), like.new_empty(like.shape)
 
 
 @dot_op.register_fake
@@ -424,7 +436,7 @@ def check_indices(name, indices, rows=None):
         raise ValueError(f"{name} must have shape {'(D,)' if rows is None else f'({rows}, K), a row a token'}, not {tuple(indices.shape)}")
     if indices.shape[-1] == 0:
         raise ValueError(f"{name} are empty")
-    return indices.long()
+    return indices.long().contiguous()
 
 
 def check_features(d, *counts):
@@ -474,9 +486,14 @@ def attach_scores(values, indices, x, scale, m):
 def collect_sums(z, parents, generators, sums):
     """Add to sums (3, m), by feature: tokens on which it was a candidate, its z there, its z squared.
 
-    z (R, P*D) of the children of parents (R, P); a child of two parents counts once.
+    z (R, P*D) of the children of parents (R, P); a child of two parents counts once. sums must be contiguous.
     """
-    collect_op(z, parents, generators, sums)
+    check_floats("z", z)
+    check_floats("sums", sums)
+    parents, generators = check_indices("parents", parents, z.shape[0]), check_indices("generators", generators)
+    check_count(z.shape[1], parents, generators, 1)
+    check(sums.shape[0] == 3 and sums.is_contiguous(), "sums must be a contiguous tensor of shape (3, m)")
+    collect_op(z.to(sums.dtype).contiguous(), parents, generators, sums)
 
 
 def scoring_method(device, d, parents, generators, features):
@@ -498,7 +515,7 @@ def check_level(x, parents, generators, mean, rstd, low, method):
         method = scoring_method(x.device, d, parents.shape[1], len(generators), len(mean))
     check(method in ("gemm", "transform"), f"method must be 'auto', 'gemm' or 'transform', not {method!r}")
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x, parents, generators, mean.to(kind), rstd.to(kind), low, method
+    return x, parents, generators, mean.to(kind).contiguous(), rstd.to(kind).contiguous(), low, method
 
 
 def score_children(x, parents, generators, mean, rstd, low, method="auto"):
@@ -538,13 +555,13 @@ def search_basis(x, mean, rstd, k):
     check(len(mean) == len(rstd) == x.shape[1], f"mean and rstd must have the length {x.shape[1]}, not {len(mean)} and {len(rstd)}")
     check(1 <= k <= x.shape[1], f"k={k} features cannot be selected from {x.shape[1]} coordinates")
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return basis_op(x.detach(), mean.to(kind), rstd.to(kind), k)
+    return basis_op(x.detach(), mean.to(kind).contiguous(), rstd.to(kind).contiguous(), k)
 
 
 def search_children(x, parents, generators, mean, rstd, low, k, method="auto", rows=None):
     """select_distinct(score_children(...), ..., k), some tokens at a time. No gradient: see attach_scores.
 
-    rows (R,): tokens whose scores to return too, (R, P*D), as a third value.
+    rows (R,): distinct tokens whose scores to return too, (R, P*D), as a third value.
     """
     *level, method = check_level(x.detach(), parents, generators, mean, rstd, low, method)
     check_count(parents.shape[1] * len(generators), parents, generators, k)

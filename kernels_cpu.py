@@ -1,6 +1,6 @@
 """The operations of the bottleneck on a CPU: kernels.c, compiled on first use, and the functions in it as functions of tensors.
 
-Each function here is what the reference of its name in kernels.py is, for contiguous float32 tensors and int64 indices.
+The functions `..._c` compute what the references in kernels.py say, for contiguous float32 tensors and int64 indices.
 """
 import contextlib
 import ctypes
@@ -29,34 +29,45 @@ def chunks(N, elements, most=None):
 
 @functools.lru_cache(maxsize=None)
 def library():
-    """kernels.c as a loaded library, compiled for this very processor and kept in a cache; None without a C compiler."""
+    """kernels.c as a loaded library, compiled for this very processor and kept in ~/.cache; None without a C compiler."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None:
-        warnings.warn("there is no C compiler, so the bottleneck runs in plain torch, many times slower: install gcc or clang")
-        return None
+        return unavailable("there is no C compiler: install gcc or clang")
     source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels.c")
+    command = [compiler, "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi", source, "-lm"]
     with open(source, "rb") as file:
-        key = hashlib.sha256(file.read() + compiler.encode() + processor().encode()).hexdigest()[:16]
+        key = hashlib.sha256(file.read() + " ".join(command).encode() + processor().encode()).hexdigest()[:16]
     folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "paritytransformer")
     path = os.path.join(folder, f"kernels-{key}.so")
     if os.path.exists(path):
-        return ctypes.CDLL(path)
+        with contextlib.suppress(OSError):  # of another system that shares the home folder: make it anew
+            return ctypes.CDLL(path)
     with tempfile.TemporaryDirectory() as build:
         made = os.path.join(build, "kernels.so")
-        command = [compiler, "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi", source, "-o", made, "-lm"]
+        command += ["-o", made]
         run = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
-        if run.returncode:
+        parallel = run.returncode == 0
+        if not parallel:
             run = subprocess.run(command, capture_output=True, text=True)
-            warnings.warn(f"{compiler} has no OpenMP, so the bottleneck uses one thread: install gcc" if run.returncode == 0 else
-                          f"kernels.c could not be compiled, so the bottleneck runs in plain torch, many times slower: {' '.join(command)}\n"
-                          f"{run.stderr[:2000]}")
             if run.returncode:
-                return None
+                return unavailable(f"kernels.c could not be compiled: {' '.join(command)}\n{run.stderr[:2000]}")
+            warnings.warn(f"{compiler} has no OpenMP, so the bottleneck uses one thread: install gcc")
+        try:
+            loaded = ctypes.CDLL(made)
+        except OSError as error:
+            return unavailable(f"kernels.c was compiled but cannot be loaded: {error}")
         with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
             os.makedirs(folder, exist_ok=True)
-            shutil.copy(made, f"{path}.{os.getpid()}")
-            os.replace(f"{path}.{os.getpid()}", path)  # other processes see all of it or nothing
-        return ctypes.CDLL(made)
+            if parallel:
+                handle, copy = tempfile.mkstemp(dir=folder)
+                os.close(handle)
+                shutil.copy(made, copy)
+                os.replace(copy, path)  # other processes see all of it or nothing
+        return loaded
+
+
+def unavailable(reason):
+    warnings.warn(f"the bottleneck runs in plain torch, many times slower, since {reason}")
 
 
 @torch.compiler.assume_constant_result  # not to be traced
@@ -77,14 +88,17 @@ def call(name, *arguments):
         if isinstance(value, np.ndarray):
             return ctypes.c_void_p(value.ctypes.data)
         if isinstance(value, torch.Tensor):
-            assert value.is_contiguous() and value.dtype in (torch.float32, torch.float64, torch.int32, torch.int64), value
+            if not value.is_contiguous() or value.dtype not in (torch.float32, torch.int64):
+                raise TypeError(f"kernels.c takes contiguous float32 and int64: {name} got {value.dtype}, strides {value.stride()}")
             return ctypes.c_void_p(value.data_ptr())
         return ctypes.c_void_p(None) if value is None else ctypes.c_int64(value)
+    if library() is None:
+        raise RuntimeError("BACKEND = 'c' needs a C compiler: install gcc or clang")
     getattr(library(), name)(*map(convert, arguments))
 
 
 def threads(N):
-    """Of the processor, for N tokens: a thread is worth its waking for some tokens only."""
+    """How many to use for N tokens: torch's number, but one for a few tokens, which are done before a second has woken."""
     return max(1, min(torch.get_num_threads(), N // 8))
 
 
@@ -95,9 +109,9 @@ def decode_c(indices, coefs, d, m):
 
 
 def decode_like_c(indices, coefs, like, m):
-    """decode_c scaled to the norms of `like`; then nothing; and (N, 2): the scale of each row, and its norm in `like`."""
+    """decode_c scaled to the norms of `like`; an empty tensor; and the norms of both, (N, 2)."""
     (N, d), K = like.shape, indices.shape[1]
-    y, norms = torch.empty_like(like), like.new_empty(N, 2, dtype=torch.float64)
+    y, norms = torch.empty_like(like), like.new_empty(N, 2)
     call("decode", indices, coefs, like, packed_signs(d, m), y, norms, N, K, d, *packing(d), threads(N))
     return y, like.new_empty(0, d), norms
 
@@ -112,10 +126,10 @@ def dot_c(indices, x, m):
 def decode_like_backward_c(indices, grad, y, like, norms, m):
     """The gradients of decode_like_c's coefs and `like`, from the gradient of what it gave, y."""
     (N, d), K = grad.shape, indices.shape[1]
-    assert y.shape == like.shape == grad.shape and norms.shape == (N, 2), (y.shape, like.shape, norms.shape)
+    if not (y.shape == like.shape == grad.shape and norms.shape == (N, 2)):
+        raise ValueError(f"shapes that do not belong together: {tuple(y.shape)}, {tuple(like.shape)}, {tuple(norms.shape)}")
     to_coefs, to_like = grad.new_empty(N, K), torch.empty_like(like)
-    call("dot", indices, grad, y, like, norms, packed_signs(d, m), to_coefs, to_like, N, K, d, *packing(d),
-         threads(N))
+    call("dot", indices, grad, y, like, norms, packed_signs(d, m), to_coefs, to_like, N, K, d, *packing(d), threads(N))
     return to_coefs, to_like
 
 
