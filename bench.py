@@ -149,6 +149,12 @@ def measure(row, options):
     return results
 
 
+def at_full_depth(ratio, config, layers):
+    """The overhead with all `layers`, by operation counts, from that of a model that has fewer and the same head."""
+    layer, head = 72 * config.d ** 2 + 6 * config.d * config.context, 6 * config.d * config.vocab_size
+    return 1 + (ratio - 1) * (layer + head / config.layers) / (layer + head / layers)
+
+
 def table(options):
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads, float32"
     print(f"{device}; {options.batch} x 1024 tokens a pass (tiny: 8 x 128); overhead: time against dense, in the same run")
@@ -177,6 +183,10 @@ def table(options):
                   f"{f'{ratio:8.3f}x' if compared else '':>9} {paper:>6} {peak / GIB:9.2f} {f'{share:8.3f}x' if compared else '':>9}")
             rows.append({"row": row, "variant": variant, "layers": config.layers, "tokens_per_second": tokens / median,
                          "ratio": ratio, "peak_memory": peak, "seconds": seconds})
+            layers = settings(row, variant, None).layers
+            if compared and variant != "dense" and layers > config.layers:
+                rows[-1]["ratio_full_depth"] = at_full_depth(ratio, config, layers)
+                print(f"{'':20} with all {layers} layers, by operation counts: {rows[-1]['ratio_full_depth']:.3f}x")
     if options.json:
         from checkpoint import commit
         with open(options.json, "w") as file:
@@ -252,7 +262,7 @@ def bench_dpb(d, levels, tokens, repeats):
     runs = {"dense block, forward + backward": (there_and_back(block, x), 36 * d * row + 6 * tokens * row // 2, 0)}
     runs |= {f"bottleneck ({name}), forward + backward": (there_and_back(way, x), 0, 0) for name, way in ways.items()}
     runs["  copy of the input"] = (lambda: flat.clone(), 0, 2 * row * size)
-    _, mean, rstd, _ = layer.level(0)
+    mean, rstd = layer.mean[:d], layer.var[:d].rsqrt()
     runs["  select level 0"] = (lambda: kernels.search_basis(flat, mean, rstd, layer.active[0]), 0, row * size)
     parents = indices[:, : layer.active[0]].contiguous()
     for level in range(1, levels):

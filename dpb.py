@@ -148,13 +148,9 @@ class DeepParityBottleneck(nn.Module):
         return f"d={self.d}, m={self.m}, active={self.active}, children={self.fan_out}"
 
     def level(self, number):
-        """Everything about one level: generators, mean and 1/std of its features, index of its first feature.
-
-        Level 0 is as if all its features were the children of feature 0.
-        """
+        """Everything about a level >= 1: generators, mean and 1/std of its features, index of its first feature."""
         own = slice(self.lows[number], self.lows[number + 1])
-        generators = self.get_buffer(f"generators_{number}") if number else torch.arange(self.d, device=self.mean.device)
-        return generators, self.mean[own], self.var[own].rsqrt(), own.start
+        return self.get_buffer(f"generators_{number}"), self.mean[own], self.var[own].rsqrt(), own.start
 
     def encode(self, x):
         """x (..., d) -> Code. The gradient flows from the coefficients to x, never through the choice of features."""
@@ -169,18 +165,15 @@ class DeepParityBottleneck(nn.Module):
 
     def search_levels(self, x):
         """The active features of every token and their z: of level 0, then of each level among the children of the one before."""
-        self.collect_basis(x)
-        _, mean, rstd, _ = self.level(0)
-        found = [search_basis(x, mean, rstd, self.active[0])]
+        found = [self.search_basis(x, self.active[0])]
         for number in range(1, len(self.active)):
             found.append(self.search_level(x, found[-1][0], self.level(number), self.active[number]))
         return (torch.cat(parts, dim=1) for parts in zip(*found))
 
     def search_all(self, x):
         """As if every feature above level 0 were a child of feature 0; then the best of those and of level 0."""
-        self.collect_basis(x)
         K, low = sum(self.active), self.d
-        basis = search_basis(x, self.mean[:low], self.var[:low].rsqrt(), min(K, low))
+        basis = self.search_basis(x, min(K, low))
         if self.m == low:
             return basis
         root = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
@@ -190,6 +183,14 @@ class DeepParityBottleneck(nn.Module):
         best = magnitude(z).sort(dim=1, descending=True, stable=True).indices[:, :K]  # stable: ties to the lower index
         return indices.gather(1, best), z.gather(1, best)
 
+    def search_basis(self, x, k):
+        """The k best of level 0, (N, k) indices and z; the sums of all tokens go to the moments."""
+        mean, rstd = self.mean[: self.d], self.var[: self.d].rsqrt()
+        if self.training and self.standardise:
+            z = (x.to(mean.dtype) - mean) * rstd  # (N, d)
+            self.sums[:, : self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)])
+        return search_basis(x, mean, rstd, k)
+
     def search_level(self, x, parents, level, k):
         """The k best children of a level >= 1, (N, k) indices and z; their sums go to the moments."""
         sampled = self.sampled_tokens(len(x))
@@ -198,12 +199,6 @@ class DeepParityBottleneck(nn.Module):
         indices, z, scores = search_children(x, parents, *level, k, self.method, sampled)
         collect_sums(scores, parents[sampled], level[0], self.sums)
         return indices, z
-
-    def collect_basis(self, x):
-        """Sums of level 0, from all tokens."""
-        if self.training and self.standardise:
-            z = (x.to(self.mean.dtype) - self.mean[: self.d]) * self.var[: self.d].rsqrt()  # (N, d)
-            self.sums[:, : self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)])
 
     def decode(self, code, like=None):
         """sum of coefficient times dictionary row, (..., d); with `like`, an input x, scaled to its norm and type."""

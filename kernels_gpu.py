@@ -416,7 +416,7 @@ def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None):
     N, k = indices.shape
     P, D = (1, z.shape[1]) if parents is None else (parents.shape[1], len(generators))
     if k > 1024:
-        raise ValueError(f"the kernel selects at most 1024 features of a level, not {k}")
+        raise ValueError(f"the kernel selects at most 1024 features of a level, not {k}: lower `active`")
     keep = k + max(16, k // 4)
     BLOCK = max(256, triton.next_power_of_2(4 * keep))
     S = triton.next_power_of_2(3 * keep // 2)
@@ -475,8 +475,8 @@ def score_triton(x, parents, generators, mean, rstd, low):
     if shared:
         pairs, moments = moments, torch.empty(low, 2, D, device=x.device)
         run(moments_launch(torch.arange(low, device=x.device), generators, pairs, moments, low))
-    for start in range(0, D, D if shared else COLUMNS):
-        part = generators[start : start + (D if shared else COLUMNS)]
+    for part in [generators] if shared else generators.split(COLUMNS):
+        start = part.storage_offset() - generators.storage_offset()
         gamma = torch.empty(len(part), d, dtype=x.dtype, device=x.device)
         ones = torch.ones(len(part), 1, device=x.device)
         run(decode_launch(part[:, None], ones, gamma, high, 1.0))  # the sign rows of the generators

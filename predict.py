@@ -107,10 +107,13 @@ def executions(code, loops, share=1.0):
         found.append((loop.marker, turns))
         for n in body:
             times[n] *= turns
+        passed = set()
         for n in body:
             skip = code[n].target
             if skip is not None and n + 20 < skip <= end:
-                times[n + 1 : skip] = [share * t for t in times[n + 1 : skip]]
+                passed.update(range(n + 1, skip))
+        for n in passed:
+            times[n] *= share
     return times, found
 
 
@@ -162,7 +165,6 @@ class Kernel(NamedTuple):
     l2: float          # bytes of a token that pass through L2
     flops: float = 0   # of a token, on tensor cores
     share: float = 1.0
-    times: int = 1     # in a step
 
 
 def step_kernels(config, cache):
@@ -215,13 +217,16 @@ def step_kernels(config, cache):
 
 
 def other_bytes(config):
-    """Bytes of a token in what torch.compile fuses: 4 a coordinate, 60 an active feature, and the sums of the levels.
+    """Bytes of a token in plain torch around the kernels.
 
-    Forward: read x for the sums of level 0 (2). Backward: read the gradient of the scores beside that of the norm (2). The sums of the
-    other levels are of 64 tokens a step, their candidates sorted (200 a candidate).
+    A coordinate, 4: read x for the sums of level 0, read the gradient of the scores beside that of the norm. An active feature, 112: index and
+    coefficient copied out of the search and joined over the levels (24 + 24), 1/std looked up (44), coefficient handed on with its gradient
+    (8), gradient times 1/std (12). A candidate of the 64 to 127 sampled tokens of a step, 450: sorted and added up. Once a pass: the
+    sign rows of the generators, made, transposed and read (8 a sign), and mean and 1/std of every feature side by side (24).
     """
     candidates = sum(P * D for P, D in zip(config.active, config.children))
-    return 4 * config.d + 60 * sum(config.active) + 200 * candidates * 64 / config.batch_tokens
+    once = 8 * config.d * sum(config.children) + 24 * 2 ** config.bits[-1]
+    return 4 * config.d + 112 * sum(config.active) + 450 * candidates * 127 / config.batch_tokens + once / PASS
 
 
 def dense_flops(config):
@@ -253,7 +258,7 @@ def predict_kernel(kernel, gpu, pipe_share=PIPE_SHARE):
     work |= {"tensor": kernel.flops / gpu["tensor"], "L2": kernel.l2 / gpu["l2"], "memory": kernel.memory / gpu["memory"]}
     resources = {name: 1024e6 * seconds / SHARE.get(name, pipe_share) for name, seconds in work.items()}
     bound = max(resources, key=resources.get)
-    return dict(kernel=kernel.name, times=kernel.times, microseconds=resources[bound], bound=bound, resources=resources) | found
+    return dict(kernel=kernel.name, microseconds=resources[bound], bound=bound, resources=resources) | found
 
 
 def predict(row, name, pipe_share=PIPE_SHARE):
@@ -261,7 +266,7 @@ def predict(row, name, pipe_share=PIPE_SHARE):
     config, gpu = load([os.path.join(os.path.dirname(__file__), "configs", row + ".py")]), GPUS[name]
     parts = [predict_kernel(kernel, gpu, pipe_share) for kernel in step_kernels(config, gpu["cache"])]
     other = 1024e6 * other_bytes(config) / (gpu["memory"] * SHARE["memory"])
-    total = other + sum(part["times"] * part["microseconds"] for part in parts)
+    total = other + sum(part["microseconds"] for part in parts)
     dense = {u: 1024e6 * dense_flops(config) / (gpu["tensor"] * u) for u in UTILISATION}
     return dict(row=row, gpu=name, kernels=parts, elementwise=other, bottleneck=total, dense=dense,
                 overhead={u: 1 + total / dense[u] for u in UTILISATION}, paper=PAPER[row])
@@ -274,7 +279,7 @@ def show(results, details):
     print(f"{'GPU':5} {'row':9}" + "".join(f"{g:>8}" for g in groups) + f"{'other':>7}{'sum':>8}{'dense':>8}   "
           + "".join(f"{f'at {u:.0%}':>8}" for u in UTILISATION) + f"{'paper':>8}")
     for result in results:
-        sums = [sum(k["times"] * k["microseconds"] for k in result["kernels"] if k["kernel"].split()[0] == g) for g in groups]
+        sums = [sum(k["microseconds"] for k in result["kernels"] if k["kernel"].split()[0] == g) for g in groups]
         print(f"{result['gpu']:5} {result['row']:9}" + "".join(f"{s:8.1f}" for s in sums)
               + f"{result['elementwise']:7.1f}{result['bottleneck']:8.1f}{result['dense'][UTILISATION[1]]:8.1f}   "
               + "".join(f"{o:7.2f}x" for o in result["overhead"].values()) + f"{result['paper']:7.2f}x")
@@ -286,9 +291,8 @@ def show_kernels(parts):
     print(f"\n      {'kernel':13}{'us':>7}    {'bound by':12}{'next':18}{'registers':>9}{'shared':>8}{'warps/SM':>9}   instructions")
     for part in parts:
         first, second = sorted(part["resources"], key=part["resources"].get)[:-3:-1]
-        times = f"x{part['times']}" if part["times"] > 1 else ""
         mix = ", ".join(f"{name} {n:.0f}" for name, n in part["instructions"].items() if name != "issue" and n >= 1)
-        print(f"      {part['kernel']:13}{part['microseconds']:7.1f}{times:2}  {first:12}{second:11}{part['resources'][second]:5.1f}  "
+        print(f"      {part['kernel']:13}{part['microseconds']:7.1f}    {first:12}{second:11}{part['resources'][second]:5.1f}  "
               f"{part['registers']:9}{part['shared']:8}{part['warps_per_sm']:9}   {part['instructions']['issue']:.0f}: {mix}")
     print()
 

@@ -25,6 +25,8 @@ def use(monkeypatch):
     def choose(path):
         if path == "triton" and kernels.triton is None:
             pytest.skip("triton is not installed (Linux only)")
+        if path == "c" and not kernels.has_library():
+            pytest.skip("there is no C compiler")
         monkeypatch.setattr(kernels, "BACKEND", path)
     return choose
 
@@ -70,7 +72,7 @@ def brute_select(z, parents, generators, k):
 
 
 DECODE_SHAPES = [  # N, d, m, K
-    (1, 8, 64, 1), (5, 16, 256, 7), (3, 64, 64, 5), (7, 128, 4096, 24), (33, 256, 2 ** 12, 3), (2, 1024, 2 ** 15, 48),
+    (1, 8, 64, 1), (5, 16, 256, 7), (4, 32, 1024, 6), (3, 64, 64, 5), (7, 128, 4096, 24), (33, 256, 2 ** 12, 3), (2, 1024, 2 ** 15, 48),
     (3, 2048, 2 ** 17, 112), (2, 4096, 2 ** 22, 256), (0, 128, 4096, 24),
 ]
 
@@ -99,7 +101,7 @@ def rescaled(indices, coefs, x):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("N, d, m, K, dtype", [(*shape, torch.float32) for shape in DECODE_SHAPES] +
-                         [(*shape, dtype) for shape in DECODE_SHAPES[1:6:2] for dtype in DTYPES[1:]])
+                         [(*shape, dtype) for shape in DECODE_SHAPES[1:7:2] for dtype in DTYPES[1:]])
 def test_decode_to_the_norm_of_x(use, path, N, d, m, K, dtype):
     """Forward and backward against autograd through the reference in float64."""
     use(path)
@@ -173,15 +175,18 @@ def test_half_precision_in_float32_sums(use, path, dtype):
     assert_as_exact_as_torch(s, kernels.dot_reference(indices, x.float()), kernels.dot_reference(indices, x.double()))
 
 
-def test_work_in_many_chunks_gives_the_same(use, monkeypatch):
-    arguments = level(64, 1024, 37, 4, 16)
-    use("c")
+@pytest.mark.parametrize("path", ["reference", "c"])
+def test_work_in_many_chunks_gives_the_same(use, monkeypatch, path):
+    arguments, rows = level(64, 1024, 37, 4, 16), torch.tensor([30, 0, 17])
+    use(path)
     results = []
-    for size in kernels_cpu.CHUNK, 1024:  # all at once, or one or a few tokens at a time
+    for size in 2 ** 24, 1024:  # all at once, or one or a few tokens at a time
+        monkeypatch.setattr(kernels, "chunks", lambda N, elements, most=None: kernels_cpu.chunks(N, elements, size))
         monkeypatch.setattr(kernels_cpu, "CHUNK", size)
-        results.append([*(kernels.score_children(*arguments, method) for method in ("gemm", "transform")),
-                        *kernels.search_children(*arguments, 7, "transform")])
-    assert len(kernels.chunks(37, 4 * 64)) > 5
+        indices, coefs, z = kernels.search_children(*arguments, 7, "gemm", rows)
+        results.append([indices, coefs, z, kernels.score_children(*arguments, "gemm"), kernels.parity_dot(indices, arguments[0], 1024),
+                        kernels.parity_decode(indices, coefs, 64, 1024)])
+    assert len(kernels_cpu.chunks(37, 4 * 64)) > 5
     for whole, cut in zip(*results):
         torch.testing.assert_close(cut, whole, rtol=1e-6, atol=1e-6)
 
@@ -196,8 +201,9 @@ def test_many_tokens(use):
 
 
 SCORE_SHAPES = [  # d, m, N, P, D, low
-    (8, 64, 3, 4, 6, 8), (16, 256, 1, 1, 1, 16), (64, 1024, 7, 3, 33, 64), (128, 4096, 5, 8, 64, 128), (128, 4096, 0, 8, 64, 128),
-    (128, 2 ** 14, 9, 16, 40, 2 ** 12), (512, 2 ** 13, 3, 5, 20, 512), (1024, 2 ** 15, 2, 16, 256, 1024), (4096, 2 ** 13, 1, 3, 17, 4096),
+    (8, 64, 3, 4, 6, 8), (16, 256, 1, 1, 1, 16), (32, 1024, 3, 4, 9, 32), (64, 1024, 7, 3, 33, 64), (128, 4096, 5, 8, 64, 128), (128, 4096, 0, 8, 64, 128),
+    (128, 2 ** 14, 9, 16, 40, 2 ** 12), (256, 2 ** 13, 2, 3, 20, 2 ** 11), (512, 2 ** 13, 3, 5, 20, 512),
+    (1024, 2 ** 15, 2, 16, 256, 1024), (2048, 2 ** 13, 2, 3, 17, 2048), (4096, 2 ** 13, 1, 3, 17, 4096),
 ]
 
 
@@ -211,6 +217,14 @@ def test_scores_equal_reference(use, path, method, d, m, N, P, D, low):
     if N:
         exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
         assert_as_exact_as_torch(z, kernels.score_reference(x, *rest), exact)
+
+
+def test_transform_of_a_million_features(use):
+    """More than 512 patterns: the second block of their words."""
+    x, *rest = arguments = level(1024, 2 ** 20, 2, 2, 40, low=2 ** 19)
+    use("c")
+    exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+    assert_as_exact_as_torch(kernels.score_children(*arguments, "transform"), kernels.score_reference(x, *rest), exact)
 
 
 @pytest.mark.parametrize("path, method", [("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
@@ -324,16 +338,14 @@ def test_gradient_of_scores_equals_autograd_through_the_reference(use, path, met
     torch.testing.assert_close(torch.autograd.grad(z, x, grad)[0], expected)
 
 
-def test_gradcheck_in_float64(use):
+def test_gradcheck_in_float64():
     torch.manual_seed(0)
-    use("c")
     indices = torch.tensor([[0, 5, 9, 63], [7, 8, 20, 21]])
     coefs, x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda c: kernels.parity_decode(indices, c, 8), coefs)
     assert torch.autograd.gradgradcheck(lambda v: kernels.parity_dot(indices, v).square(), x)
     _, *rest = level(8, 64, 2, 3, 5)
-    for method in "gemm", "transform":
-        assert torch.autograd.gradcheck(lambda v: kernels.score_children(v, *rest, method), x)
+    assert torch.autograd.gradcheck(lambda v: kernels.score_children(v, *rest), x)
 
 
 def test_operators_pass_opcheck():
@@ -343,7 +355,11 @@ def test_operators_pass_opcheck():
     x.requires_grad_()
     for operator, arguments in [
         (kernels.decode_op, (indices, coefs, 64, 1024)),
+        (kernels.decode_op, (indices, coefs, 64, 1024, torch.bfloat16)),
         (kernels.decode_like_op, (indices, coefs, x, 1024)),
+        (kernels.decode_like_op, (indices, coefs, torch.randn(64, 4).t(), 1024)),
+        (kernels.decode_like_backward_op, (indices, *torch.randn(3, 4, 64), torch.rand(4, 2), 1024)),
+        (kernels.dot_op, (indices, x.detach().bfloat16(), 1024)),
         (kernels.dot_op, (indices, x, 1024)),
         (kernels.basis_op, (x.detach(), mean[:64], rstd[:64], 5)),
         (kernels.collect_op, (z, parents, generators, torch.zeros(3, 1024))),
@@ -390,6 +406,8 @@ def test_an_index_out_of_range_is_an_error_on_a_cpu(use, path, wrong):
     with pytest.raises(IndexError, match="parents must lie in 0..63"):
         kernels.search_children(x, parents, *rest, 4)
     x, parents, generators, *rest = level(64, 1024, 5, 3, 20)
+    with pytest.raises(IndexError, match="generators must lie in 0..15"):
+        kernels.collect_sums(torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1, wrong, 2]), torch.zeros(3, 16))
     generators[3] = 5 if wrong < 0 else 2000
     with pytest.raises(IndexError, match="generators must lie in 64..1023"):
         kernels.score_children(x, parents, generators, *rest)
@@ -447,7 +465,7 @@ def run_everything():
     x.requires_grad_()
     indices, coefs = kernels.search_children(*arguments, 9, "transform")
     y = kernels.parity_decode(indices, coefs, 64, 1024, like=x)
-    return (indices, coefs, y, *torch.autograd.grad(y.square().sum() + y[:, 3].sum(), x), *kernels.search_children(*arguments, 9, "gemm"),
+    return (indices, coefs, y, *torch.autograd.grad(y.square().sum() + y[:, 3].sum(), x),
             *kernels.search_basis(x, torch.zeros(64), torch.ones(64), 5), kernels.parity_dot(indices, x, 1024))
 
 
@@ -489,6 +507,18 @@ def test_without_a_compiler_the_same_comes_out_and_it_is_said(monkeypatch, tmp_p
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_any_layout_in_memory_gives_the_same():
+    x, parents, generators, mean, rstd, low = level(64, 1024, 6, 4, 24)
+    def apart(v):  # the same values, not side by side
+        return torch.stack([v, v * 0], -1)[..., 0]
+    for method in "gemm", "transform":
+        for got, expected in zip(kernels.search_children(*map(apart, (x, parents, generators, mean, rstd)), low, 7, method),
+                                 kernels.search_children(x, parents, generators, mean, rstd, low, 7, method)):
+            assert torch.equal(got, expected)
+    for got, expected in zip(kernels.search_basis(*map(apart, (x, mean[:64], rstd[:64])), 7), kernels.search_basis(x, mean[:64], rstd[:64], 7)):
+        assert torch.equal(got, expected)
+
+
 def test_wrong_arguments_are_answered():
     indices, coefs, x = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3), torch.ones(2, 64)
     arguments = dict(zip(("x", "parents", "generators", "mean", "rstd", "low"), level(64, 1024, 2, 3, 20)))
@@ -512,6 +542,8 @@ def test_wrong_arguments_are_answered():
         (lambda: kernels.score_children(**arguments | {"parents": indices[:1]}), r"parents must have shape \(2, K\)"),
         (lambda: kernels.select_distinct(x, indices, torch.arange(4), 3), "3 parents x 4 generators"),
         (lambda: kernels.search_children(**arguments, k=1000), "k=1000 features cannot be selected"),
+        (lambda: kernels.collect_sums(x, indices, torch.arange(4), torch.zeros(3, 8)), "3 parents x 4 generators"),
+        (lambda: kernels.collect_sums(x[:, :12], indices, torch.arange(4), torch.zeros(2, 8)), r"shape \(3, m\)"),
     ]:
         with pytest.raises(ValueError, match=words):
             call()

@@ -143,3 +143,18 @@ def test_wrong_arguments_are_answered():
         kl.seed_matrix(24)
     with pytest.raises(ValueError, match="0..63"):
         kl.sign_vectors([64], 8)
+
+
+@pytest.mark.parametrize("d, m", [(8, 64), (16, 32), (64, 4096), (1024, 2 ** 20)])
+def test_packed_signs_are_the_sign_vectors(d, m):
+    bits, W = kl.packing(d)
+    rng = np.random.default_rng(0)
+    i, k = rng.integers(0, m, 500), rng.integers(0, d, 500)
+    packed = kl.packed_signs(d, m)
+    words = packed[i % d, k % W] ^ packed[d + i // d, k % W]
+    signs = kl.sign_vectors(i, d)[np.arange(500), k]
+    assert ((words >> (k // W).astype(np.uint32) & 1) == (signs < 0)).all()
+    u2 = i // d
+    words = kl.pattern_words(d, m)[u2 // 512, k, u2 % 16]
+    signs = kl.sign_vectors(u2 * d, d)[np.arange(500), k]
+    assert ((words >> (u2 // 16 % 32).astype(np.uint32) & 1) == (signs < 0)).all()
