@@ -142,7 +142,7 @@ class DeepParityBottleneck(nn.Module):
                                  f"{children[level - 1]} children each are sure to have no more distinct ones")
             self.register_buffer(f"generators_{level}", torch.tensor(words.tolist()))
         # Sums of this step, by feature: tokens on which it was a candidate, z, z squared.
-        self.register_buffer("sums", torch.zeros(3, self.m), persistent=False)
+        self.register_buffer("sums", torch.zeros(self.m, 3), persistent=False)
 
     def extra_repr(self):
         return f"d={self.d}, m={self.m}, active={self.active}, children={self.fan_out}"
@@ -188,7 +188,7 @@ class DeepParityBottleneck(nn.Module):
         mean, rstd = self.mean[: self.d], self.var[: self.d].rsqrt()
         if self.training and self.standardise:
             z = (x.to(mean.dtype) - mean) * rstd  # (N, d)
-            self.sums[:, : self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)])
+            self.sums[: self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)], 1)
         return search_basis(x, mean, rstd, k)
 
     def search_level(self, x, parents, level, k):
@@ -250,7 +250,7 @@ def update_moments(model):
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(flat)
     for layer, sums in zip(layers, flat.split([layer.sums.numel() for layer in layers])):
-        count, total, squares = sums.view(3, -1)
+        count, total, squares = sums.view(-1, 3).unbind(1)
         shift = total / count  # batch mean and variance in units of the running ones; 0/0 where not seen
         spread = squares / count - shift * shift
         step = torch.where(torch.isfinite(shift) & torch.isfinite(spread), 1 - layer.decay, 0.0)

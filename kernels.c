@@ -450,7 +450,7 @@ void search(const float *x, const int64_t *parents, const int64_t *generators, c
 }
 
 /* For every feature, the number of tokens r on which it is a child parents[r, p] ^ generators[j], and over these the sum of its z (R,
-   P * D) and of its z squared are added to sums (3, m). A child of two parents counts once. */
+   P * D) and of its z squared are added to sums (m, 3). A child of two parents counts once. */
 void collect(const float *z, const int64_t *parents, const int64_t *generators, float *sums, int64_t R, int64_t P, int64_t D, int64_t m)
 {
     uint32_t *words = narrow(generators, D);
@@ -462,9 +462,9 @@ void collect(const float *z, const int64_t *parents, const int64_t *generators, 
                 float value = z[(r * P + p) * D + j];
                 if (seen[child >> 6] >> (child & 63) & 1) continue;
                 seen[child >> 6] |= 1ull << (child & 63);
-                sums[child] += 1;
-                sums[m + child] += value;
-                sums[2 * m + child] += value * value;
+                sums[3 * (int64_t)child] += 1;
+                sums[3 * (int64_t)child + 1] += value;
+                sums[3 * (int64_t)child + 2] += value * value;
             }
         for (int64_t p = 0; p < P; p++)
             for (int64_t j = 0; j < D; j++) seen[((uint32_t)parents[r * P + p] ^ words[j]) >> 6] = 0;

@@ -98,7 +98,7 @@ def collect_reference(z, parents, generators, sums):
     children, order = (parents[:, :, None] ^ generators).flatten(1).sort(dim=1, stable=True)
     first = F.pad(children[:, 1:] != children[:, :-1], (1, 0), value=True)
     z = z.gather(1, order).masked_fill(~first, 0)
-    sums.index_add_(1, children.flatten(), torch.stack([first.to(z.dtype), z, z * z]).flatten(1))
+    sums.index_add_(0, children.flatten(), torch.stack([first.to(z.dtype), z, z * z], -1).flatten(0, 1))
 
 
 class Rescale(torch.autograd.Function):
@@ -286,7 +286,7 @@ def search_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, 
 
 @torch.library.custom_op("parity::collect", mutates_args=("sums",))
 def collect_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, sums: torch.Tensor) -> None:
-    m = sums.shape[1]
+    m = len(sums)
     check_range("parents", parents, 0, m)
     check_range("generators", generators, 0, m)  # m is a power of two, so that children lie below it, too
     if backend(z) == "c":
@@ -484,7 +484,7 @@ def attach_scores(values, indices, x, scale, m):
 
 
 def collect_sums(z, parents, generators, sums):
-    """Add to sums (3, m), by feature: tokens on which it was a candidate, its z there, its z squared.
+    """Add to sums (m, 3), by feature: tokens on which it was a candidate, its z there, its z squared.
 
     z (R, P*D) of the children of parents (R, P); a child of two parents counts once. sums must be contiguous.
     """
@@ -492,14 +492,15 @@ def collect_sums(z, parents, generators, sums):
     check_floats("sums", sums)
     parents, generators = check_indices("parents", parents, z.shape[0]), check_indices("generators", generators)
     check_count(z.shape[1], parents, generators, 1)
-    check(sums.shape[0] == 3 and sums.is_contiguous(), "sums must be a contiguous tensor of shape (3, m)")
+    check(sums.shape[1] == 3 and sums.is_contiguous(), "sums must be a contiguous tensor of shape (m, 3)")
     collect_op(z.to(sums.dtype).contiguous(), parents, generators, sums)
 
 
 def scoring_method(device, d, parents, generators, features):
     """The faster of the two for a shape. On a GPU the product runs on tensor cores; on a CPU a feature costs the transform as much
-    as 14 multiply-adds cost the product (measured from d=64 to 2048 on 2 cores)."""
-    return "transform" if torch.device(device).type == "cpu" and 14 * features < parents * generators * d else "gemm"
+    as about sqrt(d) / 2 multiply-adds cost the product (measured from d=64 to 2048 on 2 cores: docs/log.md)."""
+    transform = features * math.sqrt(d) / 2
+    return "transform" if torch.device(device).type == "cpu" and transform < parents * generators * d else "gemm"
 
 
 def check_level(x, parents, generators, mean, rstd, low, method):

@@ -174,4 +174,4 @@ def select_c(z, parents, generators, k):
 
 
 def collect_c(z, parents, generators, sums):
-    call("collect", z, parents, generators, sums, *parents.shape, len(generators), sums.shape[1])
+    call("collect", z, parents, generators, sums, *parents.shape, len(generators), len(sums))

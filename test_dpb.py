@@ -285,7 +285,7 @@ def test_moments_come_from_evenly_spaced_tokens_that_change_with_the_step():
     for _ in range(8):
         layer.sums.zero_()
         parents = layer.encode(x).indices[:, :5]
-        counts = layer.sums[0, 64:]
+        counts = layer.sums[64:, 0]
         for offset in range(8):
             children = (parents[offset::8, :, None] ^ layer.generators_1).flatten(1)
             expected = torch.zeros(64, layer.m).scatter_(1, children, 1.0).sum(0)[64:]

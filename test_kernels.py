@@ -287,14 +287,14 @@ def test_sums_count_a_child_of_two_parents_once(use, path):
     _, parents, generators, *_ = level(64, 512, 9, 6, 40)
     values = torch.randn(9, 512, generator=torch.Generator().manual_seed(0))
     children = (parents[:, :, None] ^ generators).flatten(1)
-    expected = torch.ones(3, 512, dtype=torch.float64)  # sums are added to what is there
+    expected = torch.ones(512, 3, dtype=torch.float64)  # sums are added to what is there
     for n, row in enumerate(children.tolist()):
         for child in set(row):
             z = values[n, child].double()
-            expected[:, child] += torch.stack([torch.ones_like(z), z, z * z])
+            expected[child] += torch.stack([torch.ones_like(z), z, z * z])
     assert any(len(set(row)) < len(row) for row in children.tolist())
     use(path)
-    sums = torch.ones(3, 512)
+    sums = torch.ones(512, 3)
     kernels.collect_sums(values.gather(1, children), parents, generators, sums)
     torch.testing.assert_close(sums, expected.float())
 
@@ -362,7 +362,7 @@ def test_operators_pass_opcheck():
         (kernels.dot_op, (indices, x.detach().bfloat16(), 1024)),
         (kernels.dot_op, (indices, x, 1024)),
         (kernels.basis_op, (x.detach(), mean[:64], rstd[:64], 5)),
-        (kernels.collect_op, (z, parents, generators, torch.zeros(3, 1024))),
+        (kernels.collect_op, (z, parents, generators, torch.zeros(1024, 3))),
         (kernels.score_op, (x, parents, generators, mean, rstd, low, "gemm")),
         (kernels.score_op, (x, parents, generators, mean, rstd, low, "transform")),
         (kernels.select_op, (z, parents, generators, 5)),
@@ -407,7 +407,7 @@ def test_an_index_out_of_range_is_an_error_on_a_cpu(use, path, wrong):
         kernels.search_children(x, parents, *rest, 4)
     x, parents, generators, *rest = level(64, 1024, 5, 3, 20)
     with pytest.raises(IndexError, match="generators must lie in 0..15"):
-        kernels.collect_sums(torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1, wrong, 2]), torch.zeros(3, 16))
+        kernels.collect_sums(torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1, wrong, 2]), torch.zeros(16, 3))
     generators[3] = 5 if wrong < 0 else 2000
     with pytest.raises(IndexError, match="generators must lie in 64..1023"):
         kernels.score_children(x, parents, generators, *rest)
@@ -542,8 +542,8 @@ def test_wrong_arguments_are_answered():
         (lambda: kernels.score_children(**arguments | {"parents": indices[:1]}), r"parents must have shape \(2, K\)"),
         (lambda: kernels.select_distinct(x, indices, torch.arange(4), 3), "3 parents x 4 generators"),
         (lambda: kernels.search_children(**arguments, k=1000), "k=1000 features cannot be selected"),
-        (lambda: kernels.collect_sums(x, indices, torch.arange(4), torch.zeros(3, 8)), "3 parents x 4 generators"),
-        (lambda: kernels.collect_sums(x[:, :12], indices, torch.arange(4), torch.zeros(2, 8)), r"shape \(3, m\)"),
+        (lambda: kernels.collect_sums(x, indices, torch.arange(4), torch.zeros(8, 3)), "3 parents x 4 generators"),
+        (lambda: kernels.collect_sums(x[:, :12], indices, torch.arange(4), torch.zeros(8, 2)), r"shape \(m, 3\)"),
     ]:
         with pytest.raises(ValueError, match=words):
             call()
