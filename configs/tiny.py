@@ -1,7 +1,7 @@
 """The tiny parity model on the embedded toy world: see all of it work in minutes, without a GPU.
 
-Cost: about 5 minutes on 2 CPU cores. Result, measured (seed 0): validation loss 1.1821, dead features 0.20% and 0.02%,
-IOI 1.00, pronoun 1.00, greater-than 0.96.
+Cost: about 4 minutes on 2 CPU cores. Result, measured (seed 0): validation loss 1.1841, dead features 0.20% and 0.00%,
+IOI 1.00, pronoun 1.00, greater-than 0.87.
 """
 layers = 4
 d = 128

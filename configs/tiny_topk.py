@@ -1,6 +1,6 @@
 """tiny.py with learned in-loop TopK dictionaries of the same 4,096 features, 24 active, instead of the parity dictionary.
 
-Result, measured (seed 0): validation loss 1.1895, 75.4% dead features, IOI 0.50, pronoun 1.00, greater-than 0.86. Its time
+Result, measured (seed 0): validation loss 1.1888, 75.7% dead features, IOI 0.51, pronoun 1.00, greater-than 0.85. Its time
 on a quiet machine was not measured.
 """
 layers = 4
