@@ -29,6 +29,7 @@ from torch import nn
 
 import config as configs
 import kernels
+import predict
 from dpb import DeepParityBottleneck, update_moments
 from model import GPT
 from optim import MuonAdam, split_parameters
@@ -149,12 +150,6 @@ def measure(row, options):
     return results
 
 
-def at_full_depth(ratio, config, layers):
-    """The overhead with all `layers`, by operation counts, from that of a model that has fewer and the same head."""
-    layer, head = 72 * config.d ** 2 + 6 * config.d * config.context, 6 * config.d * config.vocab_size
-    return 1 + (ratio - 1) * (layer + head / config.layers) / (layer + head / layers)
-
-
 def table(options):
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads, float32"
     print(f"{device}; {options.batch} x 1024 tokens a pass (tiny: 8 x 128); overhead: time against dense, in the same run")
@@ -183,10 +178,10 @@ def table(options):
                   f"{f'{ratio:8.3f}x' if compared else '':>9} {paper:>6} {peak / GIB:9.2f} {f'{share:8.3f}x' if compared else '':>9}")
             rows.append({"row": row, "variant": variant, "layers": config.layers, "tokens_per_second": tokens / median,
                          "ratio": ratio, "peak_memory": peak, "seconds": seconds})
-            layers = settings(row, variant, None).layers
-            if compared and variant != "dense" and layers > config.layers:
-                rows[-1]["ratio_full_depth"] = at_full_depth(ratio, config, layers)
-                print(f"{'':20} with all {layers} layers, by operation counts: {rows[-1]['ratio_full_depth']:.3f}x")
+            whole = settings(row, variant, None)
+            if compared and variant != "dense" and whole.layers > config.layers:  # the same head, but fewer layers to share it
+                rows[-1]["ratio_full_depth"] = 1 + (ratio - 1) * predict.dense_flops(config) / predict.dense_flops(whole)
+                print(f"{'':20} with all {whole.layers} layers, by operation counts: {rows[-1]['ratio_full_depth']:.3f}x")
     if options.json:
         from checkpoint import commit
         with open(options.json, "w") as file:
@@ -344,7 +339,6 @@ def main():
     if sys.argv[1:2] == ["worker"]:
         return work(*json.loads(sys.argv[2]))
     if sys.argv[1:2] == ["predict"]:
-        import predict
         return predict.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="table", choices=["table", "dpb", "scale", "generate", "predict"])

@@ -27,10 +27,14 @@ def chunks(N, elements, most=None):
     return [slice(start, min(start + size, N)) for start in range(0, N, size)]
 
 
+def find_compiler():
+    return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+
+
 @functools.lru_cache(maxsize=None)
 def library():
     """kernels.c as a loaded library, compiled for this very processor and kept in ~/.cache; None without a C compiler."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    compiler = find_compiler()
     if compiler is None:
         return unavailable("there is no C compiler: install gcc or clang")
     source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels.c")

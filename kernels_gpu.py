@@ -232,11 +232,11 @@ if triton:
             k = b * W + w
             piece = tl.load(x + k[None, :], mask=(r[:, None] < rows) & (k[None, :] < d), other=0.0)
             if x.dtype.element_ty == tl.float32:
-                flip = (words << (31 - b)) & -2147483648
-                piece = (piece.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
+                sign = (words << (31 - b)) & -2147483648
+                piece = (piece.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
             else:
-                flip = (((words >> b) & 1) << 15).to(tl.int16)
-                piece = (piece.to(tl.int16, bitcast=True) ^ flip).to(x.dtype.element_ty, bitcast=True)
+                sign = (((words >> b) & 1) << 15).to(tl.int16)
+                piece = (piece.to(tl.int16, bitcast=True) ^ sign).to(x.dtype.element_ty, bitcast=True)
             right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
             if UPCAST:  # Triton's interpreter multiplies the bit patterns of bfloat16
                 piece, right = piece.to(tl.float32), right.to(tl.float32)

@@ -83,8 +83,8 @@ def executions(code, loops, share=1.0):
     """How often each instruction is executed, and the turns of each loop found.
 
     Counted is what comes before the first EXIT: behind it compilers put what is seldom needed (waiting, the slow path). A loop is
-    a branch backwards; one that only waits (NANOSLEEP) turns once. `share` of the turns run a
-    long stretch inside a loop that a branch passes over, be it an if or the else of one.
+    a branch backwards; one that only waits (NANOSLEEP) turns once. `share` of the turns run a long stretch inside a loop that a
+    branch passes over, be it an if or the else of one.
     """
     stop = next(n for n, i in enumerate(code) if i.name.startswith("EXIT") and not i.conditional or i.target == n)
     times = [float(n <= stop) for n in range(len(code))]

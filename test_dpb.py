@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 
 import dpb
 import kernels
+from conftest import force_path
 from dpb import Code, DeepParityBottleneck, update_moments
 
 PATHS = [("reference", "gemm"), ("c", "gemm"), ("c", "transform"), ("triton", "gemm")]
@@ -51,11 +52,7 @@ def brute_code(x, bits, active, generators, mean, std, phi):
 
 def make(path, method, monkeypatch, moments=True, **shape):
     """A bottleneck on a path, with its brute-force twin as a function of one token."""
-    if path == "triton" and kernels.triton is None:
-        pytest.skip("triton is not installed (Linux only)")
-    if path == "c" and not kernels.has_library():
-        pytest.skip("there is no C compiler")
-    monkeypatch.setattr(kernels, "BACKEND", path)
+    force_path(path, monkeypatch)
     layer = DeepParityBottleneck(**shape, seed=3, method=method).eval()
     if moments:
         layer.mean.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))

@@ -13,6 +13,7 @@ import torch
 import kernels
 import kernels_cpu
 import kernels_gpu
+from conftest import force_path
 from kloosterman import sign_vectors
 
 PATHS = ["reference", "c", "triton"]
@@ -22,13 +23,7 @@ needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not 
 
 @pytest.fixture
 def use(monkeypatch):
-    def choose(path):
-        if path == "triton" and kernels.triton is None:
-            pytest.skip("triton is not installed (Linux only)")
-        if path == "c" and not kernels.has_library():
-            pytest.skip("there is no C compiler")
-        monkeypatch.setattr(kernels, "BACKEND", path)
-    return choose
+    return lambda path: force_path(path, monkeypatch)
 
 
 def dense_dictionary(d, m, dtype=torch.float64):
