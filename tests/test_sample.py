@@ -21,7 +21,7 @@ from model import GPT
 from steer import SteerError, Vector, contrast, generate, steered, toy_texts
 from tokenizer import encode, load_tokenizer, pack_tokenizer
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 KINDS = {"tiny": "parity", "tiny_topk": "topk", "tiny_gpt": "none"}  # runs in out/
 
 

@@ -23,7 +23,7 @@ import data
 from data import DataError, Tokens, prepare
 from tokenizer import END, encode, load_tokenizer, pack_tokenizer, train_bpe, unpack_tokenizer, word_counts
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED = os.path.join(ROOT, "..", "shared", "data")
 WORDS = """the quick brown fox jumps over lazy dogs while naïve 東京 cafés open at 1732 and don't close ; "yes" they
 said""".split()

@@ -24,7 +24,7 @@ import train
 from checkpoint import commit, open_run, save
 from model import GPT
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED = os.path.join(ROOT, "..", "shared", "data")
 SMALL = """
 layers = 2

@@ -19,7 +19,7 @@ import data
 import train
 from checkpoint import CheckpointError
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = """
 layers = 2
 d = 32
