@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import config as configs
-import kernels
+import ops
 import predict
 from dpb import DeepParityBottleneck, update_moments
 from model import GPT
@@ -258,24 +258,24 @@ def bench_dpb(d, levels, tokens, repeats):
     runs |= {f"bottleneck ({name}), forward + backward": (there_and_back(way, x), 0, 0) for name, way in ways.items()}
     runs["  copy of the input"] = (lambda: flat.clone(), 0, 2 * row * size)
     mean, rstd = layer.mean[:d], layer.var[:d].rsqrt()
-    runs["  select level 0"] = (lambda: kernels.search_basis(flat, mean, rstd, layer.active[0]), 0, row * size)
+    runs["  select level 0"] = (lambda: ops.search_basis(flat, mean, rstd, layer.active[0]), 0, row * size)
     parents = indices[:, : layer.active[0]].contiguous()
     for level in range(1, levels):
         arguments = (flat, parents, *layer.level(level))
         features, C = layer.lows[level + 1] - layer.lows[level], parents.shape[1] * 256
         for method, operations in ("gemm", C * row), ("transform", features * t * tokens):
-            runs[f"  score level {level} by {method}"] = (lambda a=arguments, m=method: kernels.score_children(*a, m), operations,
+            runs[f"  score level {level} by {method}"] = (lambda a=arguments, m=method: ops.score_children(*a, m), operations,
                                                           row * size + 4 * tokens * C)
-        z = kernels.score_children(*arguments)
-        runs[f"  select level {level}"] = (lambda z=z, a=arguments, k=layer.active[level]: kernels.select_distinct(z, *a[1:3], k), 0, 4 * tokens * C)
+        z = ops.score_children(*arguments)
+        runs[f"  select level {level}"] = (lambda z=z, a=arguments, k=layer.active[level]: ops.select_distinct(z, *a[1:3], k), 0, 4 * tokens * C)
         begin = sum(layer.active[:level])
         parents = indices[:, begin : begin + layer.active[level]].contiguous()
     hashed = (K - layer.active[0]) * row
-    runs["  decode (also the backward of the scores)"] = (lambda: kernels.parity_decode(indices, coefs, d, layer.m), hashed, row * 4)
-    runs["  decode to the norm of the input"] = (lambda: kernels.parity_decode(indices, coefs, d, layer.m, flat), hashed, row * (4 + size))
-    runs["  dot (the backward of decode)"] = (lambda: kernels.parity_dot(indices, flat, layer.m), hashed, row * size)
+    runs["  decode (also the backward of the scores)"] = (lambda: ops.parity_decode(indices, coefs, d, layer.m), hashed, row * 4)
+    runs["  decode to the norm of the input"] = (lambda: ops.parity_decode(indices, coefs, d, layer.m, flat), hashed, row * (4 + size))
+    runs["  dot (the backward of decode)"] = (lambda: ops.parity_dot(indices, flat, layer.m), hashed, row * size)
 
-    chosen = [kernels.scoring_method(device, d, layer.active[n - 1], layer.fan_out[n - 1], layer.lows[n + 1] - layer.lows[n])
+    chosen = [ops.scoring_method(device, d, layer.active[n - 1], layer.fan_out[n - 1], layer.lows[n + 1] - layer.lows[n])
               for n in range(1, levels)]
     print(f"d={d}, levels {shape['bits']} / {shape['active']} / {shape['children']}, {tokens} tokens, {device}, "
           f"{torch.get_num_threads()} threads, {str(dtype)[6:]}; auto is {', '.join(chosen)}")

@@ -6,18 +6,18 @@ import torch
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so set before any test file is imported
 
-import kernels  # noqa: E402
+import ops  # noqa: E402
 import kernels_cpu  # noqa: E402
 
 
 def force_path(path, monkeypatch):
     """All operations on one path. Without Triton or a C compiler its tests are skipped; that kernels.c does not compile is a failure."""
-    if path == "triton" and kernels.triton is None:
+    if path == "triton" and ops.triton is None:
         pytest.skip("triton is not installed (Linux only)")
     if path == "c" and kernels_cpu.find_compiler() is None:
         pytest.skip("there is no C compiler")
-    assert path != "c" or kernels.has_library(), "kernels.c did not compile: see the warning"
-    monkeypatch.setattr(kernels, "BACKEND", path)
+    assert path != "c" or ops.has_library(), "kernels.c did not compile: see the warning"
+    monkeypatch.setattr(ops, "BACKEND", path)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import attach_scores, collect_sums, magnitude, parity_decode, search_basis, search_children
+from ops import attach_scores, collect_sums, magnitude, parity_decode, search_basis, search_children
 from kloosterman import log2_width
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels import chunks
+from ops import chunks
 from model import Cache
 from train import all_reduce
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import dpb
-import kernels
+import ops
 from conftest import force_path
 from dpb import Code, DeepParityBottleneck, update_moments
 
@@ -520,6 +520,6 @@ def test_wrong_input_width_is_answered():
 
 
 def test_the_rule_takes_the_transform_on_a_cpu_unless_there_are_very_many_features():
-    assert kernels.scoring_method("cpu", 1024, 16, 256, 2 ** 15 - 2 ** 10) == "transform"  # small_2l
-    assert kernels.scoring_method("cpu", 1024, 16, 256, 2 ** 20 - 2 ** 10) == "gemm"       # a million features
-    assert kernels.scoring_method("cuda", 1024, 16, 256, 2 ** 15 - 2 ** 10) == "gemm"
+    assert ops.scoring_method("cpu", 1024, 16, 256, 2 ** 15 - 2 ** 10) == "transform"  # small_2l
+    assert ops.scoring_method("cpu", 1024, 16, 256, 2 ** 20 - 2 ** 10) == "gemm"       # a million features
+    assert ops.scoring_method("cuda", 1024, 16, 256, 2 ** 15 - 2 ** 10) == "gemm"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import kernels
+import ops
 import kernels_cpu
 import kernels_gpu
 from conftest import force_path
@@ -18,7 +18,7 @@ from kloosterman import sign_vectors
 
 PATHS = ["reference", "c", "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed (Linux only)")
+needs_triton = pytest.mark.skipif(ops.triton is None, reason="triton is not installed (Linux only)")
 
 
 @pytest.fixture
@@ -80,16 +80,16 @@ def test_decode_and_dot_equal_reference(use, path, N, d, m, K):
     indices[:, : K // 3] %= d  # basis features too
     coefs, x = torch.randn(N, K), torch.randn(N, d)
     use(path)
-    y, s = kernels.parity_decode(indices, coefs, d, m), kernels.parity_dot(indices, x, m)
+    y, s = ops.parity_decode(indices, coefs, d, m), ops.parity_dot(indices, x, m)
     assert y.shape == (N, d) and s.shape == (N, K) and y.dtype == s.dtype == torch.float32
     if N:
-        assert_as_exact_as_torch(y, kernels.decode_reference(indices, coefs, d), kernels.decode_reference(indices, coefs.double(), d))
-        assert_as_exact_as_torch(s, kernels.dot_reference(indices, x), kernels.dot_reference(indices, x.double()))
+        assert_as_exact_as_torch(y, ops.decode_reference(indices, coefs, d), ops.decode_reference(indices, coefs.double(), d))
+        assert_as_exact_as_torch(s, ops.dot_reference(indices, x), ops.dot_reference(indices, x.double()))
 
 
 def rescaled(indices, coefs, x):
     """y |x| / |y| with y = decode(indices, coefs), or zero where one is zero."""
-    y = kernels.decode_reference(indices, coefs, x.shape[1])
+    y = ops.decode_reference(indices, coefs, x.shape[1])
     of_y, of_x = (v.norm(dim=1, keepdim=True) for v in (y, x))
     return y * (of_x / torch.where(of_y == 0, 1, of_y))
 
@@ -105,7 +105,7 @@ def test_decode_to_the_norm_of_x(use, path, N, d, m, K, dtype):
     indices[:, : K // 3] %= d
     coefs, x = torch.randn(N, K, generator=rng).requires_grad_(), torch.randn(N, d, generator=rng).to(dtype).requires_grad_()
     grad = torch.randn(N, d, generator=rng).to(dtype)
-    y = kernels.parity_decode(indices, coefs, d, m, like=x)
+    y = ops.parity_decode(indices, coefs, d, m, like=x)
     got = y, *torch.autograd.grad(y, (coefs, x), grad)
     assert [v.dtype for v in got] == [dtype, torch.float32, dtype] and [v.shape for v in got] == [x.shape, coefs.shape, x.shape]
     plain, exact = [], []
@@ -114,7 +114,7 @@ def test_decode_to_the_norm_of_x(use, path, N, d, m, K, dtype):
         out = rescaled(indices, c, v)
         results += [out, *torch.autograd.grad(out, (c, v), grad.to(kind))]
     if N:  # the interpreter cuts bfloat16 off where a GPU rounds: within the last bit
-        of_y, of_x, of_grad = (v.detach().double().norm(dim=1) for v in (kernels.decode_reference(indices, coefs, d), x, grad))
+        of_y, of_x, of_grad = (v.detach().double().norm(dim=1) for v in (ops.decode_reference(indices, coefs, d), x, grad))
         sizes = 0.0, (of_grad * of_x / of_y).max(), 0.0  # with K = 1 the gradient of the coefficient is a difference of equals
         for value, one, two, size in zip(got, plain, exact, sizes):
             assert_as_exact_as_torch(value, one.to(value.dtype), two, size)
@@ -125,12 +125,12 @@ def test_decode_to_the_norm_of_x(use, path, N, d, m, K, dtype):
 def test_norms_of_huge_and_tiny_rows(use, path, scale):
     use(path)
     indices, coefs, x = torch.randint(0, 1024, (4, 9)), torch.randn(4, 9), torch.randn(4, 64)
-    y = kernels.parity_decode(indices, coefs, 64, 1024, like=x)
-    assert torch.equal(kernels.parity_decode(indices, coefs, 64, 1024, like=x * scale), y * scale)
-    assert torch.equal(kernels.parity_decode(indices, coefs * scale, 64, 1024, like=x), y)
+    y = ops.parity_decode(indices, coefs, 64, 1024, like=x)
+    assert torch.equal(ops.parity_decode(indices, coefs, 64, 1024, like=x * scale), y * scale)
+    assert torch.equal(ops.parity_decode(indices, coefs * scale, 64, 1024, like=x), y)
     x[1], coefs[2] = 0, 0
     big, c = (x * scale).requires_grad_(), coefs.clone().requires_grad_()
-    y = kernels.parity_decode(indices, c, 64, 1024, like=big)
+    y = ops.parity_decode(indices, c, 64, 1024, like=big)
     assert not y[1:3].any() and all(torch.isfinite(g).all() for g in torch.autograd.grad(y.sum(), (c, big)))
 
 
@@ -141,8 +141,8 @@ def test_wrong_values_stay_in_their_token(use):
     for change in (lambda i, c, v: i[1].fill_(-1), lambda i, c, v: c[1].fill_(float("nan")), lambda i, c, v: v[1].fill_(float("inf"))):
         arguments = indices.clone(), coefs.clone(), x.clone()
         change(*arguments)
-        y, *saved = kernels.decode_like_triton(*arguments, 1024)
-        of_c, of_x = kernels.decode_like_backward_triton(arguments[0], grad, saved[0], arguments[2], saved[1], 1024)
+        y, *saved = ops.decode_like_triton(*arguments, 1024)
+        of_c, of_x = ops.decode_like_backward_triton(arguments[0], grad, saved[0], arguments[2], saved[1], 1024)
         for v in y, of_c, of_x:
             assert not torch.isfinite(v[1]).any() and torch.isfinite(v[[0, 2]]).all()
 
@@ -153,7 +153,7 @@ def test_decode_reads_the_dictionary_exactly(use, path):
     d, m = 64, 4096
     use(path)
     indices = torch.arange(m)[:: 1 if path != "triton" else 61, None]
-    y = kernels.parity_decode(indices, torch.ones(len(indices), 1), d)
+    y = ops.parity_decode(indices, torch.ones(len(indices), 1), d)
     assert torch.equal(y, dense_dictionary(d, m, torch.float32)[indices[:, 0]])
 
 
@@ -163,11 +163,11 @@ def test_half_precision_in_float32_sums(use, path, dtype):
     torch.manual_seed(0)
     indices, coefs, x = torch.randint(0, 4096, (5, 40)), torch.randn(5, 40).to(dtype), torch.randn(5, 128).to(dtype)
     use(path)
-    y, s = kernels.parity_decode(indices, coefs, 128), kernels.parity_dot(indices, x)
+    y, s = ops.parity_decode(indices, coefs, 128), ops.parity_dot(indices, x)
     assert y.dtype == dtype and s.dtype == torch.float32
-    exact = kernels.decode_reference(indices, coefs.double(), 128)
+    exact = ops.decode_reference(indices, coefs.double(), 128)
     assert_as_exact_as_torch(y, exact.to(dtype), exact)  # one rounding, at the end
-    assert_as_exact_as_torch(s, kernels.dot_reference(indices, x.float()), kernels.dot_reference(indices, x.double()))
+    assert_as_exact_as_torch(s, ops.dot_reference(indices, x.float()), ops.dot_reference(indices, x.double()))
 
 
 @pytest.mark.parametrize("path", ["reference", "c"])
@@ -176,11 +176,11 @@ def test_work_in_many_chunks_gives_the_same(use, monkeypatch, path):
     use(path)
     results = []
     for size in 2 ** 24, 1024:  # all at once, or one or a few tokens at a time
-        monkeypatch.setattr(kernels, "chunks", lambda N, elements, most=None: kernels_cpu.chunks(N, elements, size))
+        monkeypatch.setattr(ops, "chunks", lambda N, elements, most=None: kernels_cpu.chunks(N, elements, size))
         monkeypatch.setattr(kernels_cpu, "CHUNK", size)
-        indices, coefs, z = kernels.search_children(*arguments, 7, "gemm", rows)
-        results.append([indices, coefs, z, kernels.score_children(*arguments, "gemm"), kernels.parity_dot(indices, arguments[0], 1024),
-                        kernels.parity_decode(indices, coefs, 64, 1024)])
+        indices, coefs, z = ops.search_children(*arguments, 7, "gemm", rows)
+        results.append([indices, coefs, z, ops.score_children(*arguments, "gemm"), ops.parity_dot(indices, arguments[0], 1024),
+                        ops.parity_decode(indices, coefs, 64, 1024)])
     assert len(kernels_cpu.chunks(37, 4 * 64)) > 5
     for whole, cut in zip(*results):
         torch.testing.assert_close(cut, whole, rtol=1e-6, atol=1e-6)
@@ -190,7 +190,7 @@ def test_many_tokens(use):
     torch.manual_seed(0)
     indices, coefs = torch.randint(0, 4096, (5001, 24)), torch.randn(5001, 24)
     use("c")
-    y = kernels.parity_decode(indices, coefs, 128, 4096)
+    y = ops.parity_decode(indices, coefs, 128, 4096)
     exact = (coefs.double()[:, :, None] * dense_dictionary(128, 4096)[indices]).sum(1)
     assert_as_exact_as_torch(y, exact.float(), exact)
 
@@ -207,19 +207,19 @@ SCORE_SHAPES = [  # d, m, N, P, D, low
 def test_scores_equal_reference(use, path, method, d, m, N, P, D, low):
     x, *rest = arguments = level(d, m, N, P, D, low=low)
     use(path)
-    z = kernels.score_children(*arguments, method)
+    z = ops.score_children(*arguments, method)
     assert z.shape == (N, P * len(rest[1])) and z.dtype == torch.float32
     if N:
-        exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
-        assert_as_exact_as_torch(z, kernels.score_reference(x, *rest), exact)
+        exact = ops.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+        assert_as_exact_as_torch(z, ops.score_reference(x, *rest), exact)
 
 
 def test_transform_of_a_million_features(use):
     """More than 512 patterns: the second block of their words."""
     x, *rest = arguments = level(1024, 2 ** 20, 2, 2, 40, low=2 ** 19)
     use("c")
-    exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
-    assert_as_exact_as_torch(kernels.score_children(*arguments, "transform"), kernels.score_reference(x, *rest), exact)
+    exact = ops.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+    assert_as_exact_as_torch(ops.score_children(*arguments, "transform"), ops.score_reference(x, *rest), exact)
 
 
 @pytest.mark.parametrize("path, method", [("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
@@ -227,9 +227,9 @@ def test_transform_of_a_million_features(use):
 def test_scores_of_half_precision_inputs(use, path, method, dtype):
     x, *rest = level(64, 1024, 5, 3, 20, dtype=dtype)
     use(path)
-    z = kernels.score_children(x, *rest, method)
-    exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
-    assert_as_exact_as_torch(z, kernels.score_reference(x.float(), *rest), exact)
+    z = ops.score_children(x, *rest, method)
+    exact = ops.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+    assert_as_exact_as_torch(z, ops.score_reference(x.float(), *rest), exact)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -242,7 +242,7 @@ def test_selection_equals_brute_force(use, path, d, m, N, P, D, k):
     use(path)
     for values in (torch.randn(N, m), torch.randint(-3, 4, (N, m)).float(), torch.zeros(N, m), torch.full((N, m), -2.0)):
         z = values.gather(1, children)  # equal children have equal scores; small integers and constants tie
-        indices, coefs = kernels.select_distinct(z, parents, generators, k)
+        indices, coefs = ops.select_distinct(z, parents, generators, k)
         expected = brute_select(z, parents, generators, k)
         assert torch.equal(indices, expected[0]) and torch.equal(coefs, expected[1])
 
@@ -254,10 +254,10 @@ def test_selection_with_repeats_everywhere(use, path):
     values = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
     z = values.gather(1, (parents[:, :, None] ^ generators).flatten(1))
     use(path)
-    indices, coefs = kernels.select_distinct(z, parents, generators, 8)
+    indices, coefs = ops.select_distinct(z, parents, generators, 8)
     expected = brute_select(z, parents, generators, 8)
     assert torch.equal(indices, expected[0]) and torch.equal(coefs, expected[1])
-    indices, coefs = kernels.select_distinct(z, parents, generators, 11)  # more than there are
+    indices, coefs = ops.select_distinct(z, parents, generators, 11)  # more than there are
     assert torch.equal(indices[:, :8], expected[0]) and torch.equal(coefs[:, 8:], torch.zeros(3, 3))
 
 
@@ -272,8 +272,8 @@ def test_level_0_selects_the_largest_standardised_coordinates(use, path, N, d, k
                        (torch.zeros(N, d), (mean * 0, rstd)), (torch.randn(N, d, generator=rng).where(torch.arange(d) != 5, float("nan")), (mean, rstd))):
         x = x.to(dtype)
         z = (x.float() - moments[0]) * moments[1]
-        expected = kernels.select_reference(z, torch.zeros(N, 1, dtype=torch.int64), torch.arange(d), k)
-        for got, want in zip(kernels.search_basis(x, *moments, k), expected):
+        expected = ops.select_reference(z, torch.zeros(N, 1, dtype=torch.int64), torch.arange(d), k)
+        for got, want in zip(ops.search_basis(x, *moments, k), expected):
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
@@ -290,7 +290,7 @@ def test_sums_count_a_child_of_two_parents_once(use, path):
     assert any(len(set(row)) < len(row) for row in children.tolist())
     use(path)
     sums = torch.ones(512, 3)
-    kernels.collect_sums(values.gather(1, children), parents, generators, sums)
+    ops.collect_sums(values.gather(1, children), parents, generators, sums)
     torch.testing.assert_close(sums, expected.float())
 
 
@@ -298,12 +298,12 @@ def test_sums_count_a_child_of_two_parents_once(use, path):
 def test_search_is_score_and_select_in_one(use, path, method):
     arguments = level(64, 1024, 11, 5, 20)
     use(path)
-    z = kernels.score_children(*arguments, method)
-    expected = kernels.select_distinct(z, *arguments[1:3], 7)
-    for got, want in zip(kernels.search_children(*arguments, 7, method), expected):
+    z = ops.score_children(*arguments, method)
+    expected = ops.select_distinct(z, *arguments[1:3], 7)
+    for got, want in zip(ops.search_children(*arguments, 7, method), expected):
         assert torch.equal(got, want)
     rows = torch.tensor([0, 3, len(z) - 1])
-    assert torch.equal(kernels.search_children(*arguments, 7, method, rows)[2], z[rows])
+    assert torch.equal(ops.search_children(*arguments, 7, method, rows)[2], z[rows])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -316,9 +316,9 @@ def test_gradients_equal_autograd_through_the_dense_dictionary(use, path):
     g_y, g_s = torch.randn(N, d), torch.randn(N, K)
     phi = dense_dictionary(d, m, torch.float32)[indices]
     use(path)
-    got = torch.autograd.grad(kernels.parity_decode(indices, coefs, d, m), coefs, g_y)[0]
+    got = torch.autograd.grad(ops.parity_decode(indices, coefs, d, m), coefs, g_y)[0]
     torch.testing.assert_close(got, torch.autograd.grad((coefs[:, :, None] * phi).sum(1), coefs, g_y)[0])
-    got = torch.autograd.grad(kernels.parity_dot(indices, x, m), x, g_s)[0]
+    got = torch.autograd.grad(ops.parity_dot(indices, x, m), x, g_s)[0]
     torch.testing.assert_close(got, torch.autograd.grad((phi * x[:, None]).sum(2), x, g_s)[0])
 
 
@@ -327,9 +327,9 @@ def test_gradient_of_scores_equals_autograd_through_the_reference(use, path, met
     x, *rest = level(64, 1024, 5, 3, 20)
     x.requires_grad_()
     use(path)
-    z = kernels.score_children(x, *rest, method)
+    z = ops.score_children(x, *rest, method)
     grad = torch.randn(z.shape)
-    expected = torch.autograd.grad(kernels.score_reference(x, *rest), x, grad)[0]
+    expected = torch.autograd.grad(ops.score_reference(x, *rest), x, grad)[0]
     torch.testing.assert_close(torch.autograd.grad(z, x, grad)[0], expected)
 
 
@@ -337,32 +337,32 @@ def test_gradcheck_in_float64():
     torch.manual_seed(0)
     indices = torch.tensor([[0, 5, 9, 63], [7, 8, 20, 21]])
     coefs, x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda c: kernels.parity_decode(indices, c, 8), coefs)
-    assert torch.autograd.gradgradcheck(lambda v: kernels.parity_dot(indices, v).square(), x)
+    assert torch.autograd.gradcheck(lambda c: ops.parity_decode(indices, c, 8), coefs)
+    assert torch.autograd.gradgradcheck(lambda v: ops.parity_dot(indices, v).square(), x)
     _, *rest = level(8, 64, 2, 3, 5)
-    assert torch.autograd.gradcheck(lambda v: kernels.score_children(v, *rest), x)
+    assert torch.autograd.gradcheck(lambda v: ops.score_children(v, *rest), x)
 
 
 def test_operators_pass_opcheck():
     x, parents, generators, mean, rstd, low = level(64, 1024, 4, 3, 20)
     indices, coefs = torch.randint(0, 1024, (4, 6)), torch.randn(4, 6, requires_grad=True)
-    z = kernels.score_children(x, parents, generators, mean, rstd, low)
+    z = ops.score_children(x, parents, generators, mean, rstd, low)
     x.requires_grad_()
     for operator, arguments in [
-        (kernels.decode_op, (indices, coefs, 64, 1024)),
-        (kernels.decode_op, (indices, coefs, 64, 1024, torch.bfloat16)),
-        (kernels.decode_like_op, (indices, coefs, x, 1024)),
-        (kernels.decode_like_op, (indices, coefs, torch.randn(64, 4).t(), 1024)),
-        (kernels.decode_like_backward_op, (indices, *torch.randn(3, 4, 64), torch.rand(4, 2), 1024)),
-        (kernels.dot_op, (indices, x.detach().bfloat16(), 1024)),
-        (kernels.dot_op, (indices, x, 1024)),
-        (kernels.basis_op, (x.detach(), mean[:64], rstd[:64], 5)),
-        (kernels.collect_op, (z, parents, generators, torch.zeros(1024, 3))),
-        (kernels.score_op, (x, parents, generators, mean, rstd, low, "gemm")),
-        (kernels.score_op, (x, parents, generators, mean, rstd, low, "transform")),
-        (kernels.select_op, (z, parents, generators, 5)),
-        (kernels.search_op, (x.detach(), parents, generators, mean, rstd, low, 5, torch.tensor([0, 2]), "transform")),
-        (kernels.attach_op, (torch.randn(4, 6), indices, x, torch.rand(4, 6), 1024)),
+        (ops.decode_op, (indices, coefs, 64, 1024)),
+        (ops.decode_op, (indices, coefs, 64, 1024, torch.bfloat16)),
+        (ops.decode_like_op, (indices, coefs, x, 1024)),
+        (ops.decode_like_op, (indices, coefs, torch.randn(64, 4).t(), 1024)),
+        (ops.decode_like_backward_op, (indices, *torch.randn(3, 4, 64), torch.rand(4, 2), 1024)),
+        (ops.dot_op, (indices, x.detach().bfloat16(), 1024)),
+        (ops.dot_op, (indices, x, 1024)),
+        (ops.basis_op, (x.detach(), mean[:64], rstd[:64], 5)),
+        (ops.collect_op, (z, parents, generators, torch.zeros(1024, 3))),
+        (ops.score_op, (x, parents, generators, mean, rstd, low, "gemm")),
+        (ops.score_op, (x, parents, generators, mean, rstd, low, "transform")),
+        (ops.select_op, (z, parents, generators, 5)),
+        (ops.search_op, (x.detach(), parents, generators, mean, rstd, low, 5, torch.tensor([0, 2]), "transform")),
+        (ops.attach_op, (torch.randn(4, 6), indices, x, torch.rand(4, 6), 1024)),
     ]:
         assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
@@ -372,19 +372,19 @@ def test_operators_pass_opcheck():
 def test_a_token_that_is_not_finite_does_not_touch_its_neighbours(use, path, method, bad):
     x, *rest = level(64, 1024, 5, 3, 20)
     use(path)
-    clean = kernels.search_children(x, *rest, 7, method)
+    clean = ops.search_children(x, *rest, 7, method)
     x[2, 17] = bad
-    indices, coefs = kernels.search_children(x, *rest, 7, method)
+    indices, coefs = ops.search_children(x, *rest, 7, method)
     others = [0, 1, 3, 4]
     assert torch.equal(indices[others], clean[0][others]) and torch.equal(coefs[others], clean[1][others])
     assert not torch.isfinite(coefs[2]).any()
     assert (indices[2] >= 64).all() and (indices[2] < 1024).all()
     weights = torch.ones(5, 7)
     weights[2, 0] = bad
-    y = kernels.parity_decode(clean[0], weights, 64)
+    y = ops.parity_decode(clean[0], weights, 64)
     assert not torch.isfinite(y[2]).any() and torch.isfinite(y[others]).all()
     basis = torch.full((5, 1), 3)  # e_3 touches one coordinate, and only x[:, 3] touches its score
-    y, s = kernels.parity_decode(basis, weights[:, :1], 64), kernels.parity_dot(basis, x)
+    y, s = ops.parity_decode(basis, weights[:, :1], 64), ops.parity_dot(basis, x)
     assert (~torch.isfinite(y)).nonzero().tolist() == [[2, 3]] and torch.equal(s, x[:, 3:4])
 
 
@@ -393,19 +393,19 @@ def test_a_token_that_is_not_finite_does_not_touch_its_neighbours(use, path, met
 def test_an_index_out_of_range_is_an_error_on_a_cpu(use, path, wrong):
     use(path)
     with pytest.raises(IndexError, match="must lie in 0..4095"):
-        kernels.parity_decode(torch.tensor([[wrong]]), torch.ones(1, 1), 64)
+        ops.parity_decode(torch.tensor([[wrong]]), torch.ones(1, 1), 64)
     with pytest.raises(IndexError, match="must lie in 0..4095"):
-        kernels.parity_dot(torch.tensor([[wrong]]), torch.ones(1, 64))
+        ops.parity_dot(torch.tensor([[wrong]]), torch.ones(1, 64))
     x, parents, *rest = level(64, 1024, 5, 3, 20)
     parents[0, 0] = wrong
     with pytest.raises(IndexError, match="parents must lie in 0..63"):
-        kernels.search_children(x, parents, *rest, 4)
+        ops.search_children(x, parents, *rest, 4)
     x, parents, generators, *rest = level(64, 1024, 5, 3, 20)
     with pytest.raises(IndexError, match="generators must lie in 0..15"):
-        kernels.collect_sums(torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1, wrong, 2]), torch.zeros(16, 3))
+        ops.collect_sums(torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1, wrong, 2]), torch.zeros(16, 3))
     generators[3] = 5 if wrong < 0 else 2000
     with pytest.raises(IndexError, match="generators must lie in 64..1023"):
-        kernels.score_children(x, parents, generators, *rest)
+        ops.score_children(x, parents, generators, *rest)
 
 
 @needs_triton
@@ -414,16 +414,16 @@ def test_an_index_out_of_range_is_nan_for_its_token_in_the_kernels(wrong):
     """On a GPU nobody looks at the indices before the kernel does."""
     indices, coefs, x = torch.full((3, 2), 70), torch.ones(3, 2), torch.ones(3, 64)
     indices[1, 0] = wrong
-    y, s = kernels.decode_triton(indices, coefs, 64, 1024), kernels.dot_triton(indices, x, 1024)
+    y, s = ops.decode_triton(indices, coefs, 64, 1024), ops.dot_triton(indices, x, 1024)
     assert torch.isnan(y[1]).all() and torch.isfinite(y[[0, 2]]).all()
     assert torch.isnan(s[1, 0]) and torch.isfinite(s[[0, 2]]).all()
     x, parents, *rest = level(64, 1024, 3, 3, 20)
     parents[1, 2] = wrong
-    z = kernels.score_triton(x, parents, *rest).view(3, 3, -1)
+    z = ops.score_triton(x, parents, *rest).view(3, 3, -1)
     assert torch.isnan(z[1, 2]).all() and torch.isnan(z).sum() == z.shape[2]
     x, parents, generators, *rest = level(64, 1024, 3, 3, 20)
     generators[4] = wrong
-    z = kernels.score_triton(x, parents, generators, *rest).view(3, 3, -1)
+    z = ops.score_triton(x, parents, generators, *rest).view(3, 3, -1)
     assert torch.isnan(z[:, :, 4]).all() and torch.isnan(z).sum() == 9
 
 
@@ -435,11 +435,11 @@ def test_all_features_as_children_of_feature_0(use, monkeypatch):
     x, _, _, mean, rstd, low = level(d, m, 3, 1, 5)
     parents, generators = torch.zeros(3, 1, dtype=torch.int64), torch.arange(d, m)
     use("triton")
-    z = kernels.score_children(x, parents, generators, mean, rstd, low, "gemm")
-    exact = kernels.score_reference(*(v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in (
+    z = ops.score_children(x, parents, generators, mean, rstd, low, "gemm")
+    exact = ops.score_reference(*(v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in (
         x, parents, generators, mean, rstd, low)))
-    assert_as_exact_as_torch(z, kernels.score_reference(x, parents, generators, mean, rstd, low), exact)
-    for got, want in zip(kernels.select_distinct(z, parents, generators, k), kernels.select_reference(z, parents, generators, k)):
+    assert_as_exact_as_torch(z, ops.score_reference(x, parents, generators, mean, rstd, low), exact)
+    for got, want in zip(ops.select_distinct(z, parents, generators, k), ops.select_reference(z, parents, generators, k)):
         assert torch.equal(got, want)
 
 
@@ -450,7 +450,7 @@ def test_every_bit_pattern_of_nan_is_a_nan(use, path):
     bits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0)).view(torch.int32)
     bits[0, 7], bits[1, [0, 9]], bits[2, 599] = 0x7FFFFFFF, -1, 0x7F800001
     use(path)
-    indices, coefs = kernels.select_distinct(bits.view(torch.float32), parents, generators, 5)
+    indices, coefs = ops.select_distinct(bits.view(torch.float32), parents, generators, 5)
     assert indices[0, 0] == 7 and indices[1, :2].tolist() == [0, 9] and indices[2, 0] == 599
     assert torch.isnan(coefs).sum(1).tolist() == [1, 2, 1]
 
@@ -458,10 +458,10 @@ def test_every_bit_pattern_of_nan_is_a_nan(use, path):
 def run_everything():
     x, *rest = arguments = level(64, 1024, 50, 5, 33)
     x.requires_grad_()
-    indices, coefs = kernels.search_children(*arguments, 9, "transform")
-    y = kernels.parity_decode(indices, coefs, 64, 1024, like=x)
+    indices, coefs = ops.search_children(*arguments, 9, "transform")
+    y = ops.parity_decode(indices, coefs, 64, 1024, like=x)
     return (indices, coefs, y, *torch.autograd.grad(y.square().sum() + y[:, 3].sum(), x),
-            *kernels.search_basis(x, torch.zeros(64), torch.ones(64), 5), kernels.parity_dot(indices, x, 1024))
+            *ops.search_basis(x, torch.zeros(64), torch.ones(64), 5), ops.parity_dot(indices, x, 1024))
 
 
 def test_the_number_of_threads_changes_nothing(use):
@@ -507,10 +507,10 @@ def test_any_layout_in_memory_gives_the_same():
     def apart(v):  # the same values, not side by side
         return torch.stack([v, v * 0], -1)[..., 0]
     for method in "gemm", "transform":
-        for got, expected in zip(kernels.search_children(*map(apart, (x, parents, generators, mean, rstd)), low, 7, method),
-                                 kernels.search_children(x, parents, generators, mean, rstd, low, 7, method)):
+        for got, expected in zip(ops.search_children(*map(apart, (x, parents, generators, mean, rstd)), low, 7, method),
+                                 ops.search_children(x, parents, generators, mean, rstd, low, 7, method)):
             assert torch.equal(got, expected)
-    for got, expected in zip(kernels.search_basis(*map(apart, (x, mean[:64], rstd[:64])), 7), kernels.search_basis(x, mean[:64], rstd[:64], 7)):
+    for got, expected in zip(ops.search_basis(*map(apart, (x, mean[:64], rstd[:64])), 7), ops.search_basis(x, mean[:64], rstd[:64], 7)):
         assert torch.equal(got, expected)
 
 
@@ -518,27 +518,27 @@ def test_wrong_arguments_are_answered():
     indices, coefs, x = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3), torch.ones(2, 64)
     arguments = dict(zip(("x", "parents", "generators", "mean", "rstd", "low"), level(64, 1024, 2, 3, 20)))
     for call, words in [
-        (lambda: kernels.parity_decode(indices, coefs, 60), "power of two from 8 to 32768"),
-        (lambda: kernels.parity_decode(indices.float(), coefs, 64), "indices must be integers"),
-        (lambda: kernels.parity_decode(indices, coefs.int(), 64), "coefs must be float32"),
-        (lambda: kernels.parity_decode(indices[0], coefs, 64), "indices must have shape"),
-        (lambda: kernels.parity_decode(indices, coefs[:, :2], 64), "must have one shape"),
-        (lambda: kernels.parity_decode(indices, coefs, 64, m=3000), "3000 is no number of features for d=64"),
-        (lambda: kernels.parity_decode(indices, coefs, 64, m=2 ** 20), "power of two from 64 to 4096"),
-        (lambda: kernels.parity_decode(indices, coefs, 64, like=x[:1]), r"like must have shape \(2, 64\)"),
-        (lambda: kernels.parity_dot(indices, x[0]), "x must have 2 dimensions"),
-        (lambda: kernels.search_basis(x, x[0], x[0, :3], 2), "mean and rstd must have the length 64"),
-        (lambda: kernels.search_basis(x, x[0], x[0], 65), "k=65 features cannot be selected from 64"),
-        (lambda: kernels.select_distinct(x[0], indices, torch.arange(4), 3), "z must have 2 dimensions"),
-        (lambda: kernels.select_distinct(x, indices, torch.rand(4), 3), "generators must be integers"),
-        (lambda: kernels.score_children(**arguments | {"parents": indices[:, :0]}), "parents are empty"),
-        (lambda: kernels.score_children(**arguments | {"method": "fft"}), "'gemm' or 'transform'"),
-        (lambda: kernels.score_children(**arguments | {"low": 192}), "192 is no number of features"),
-        (lambda: kernels.score_children(**arguments | {"parents": indices[:1]}), r"parents must have shape \(2, K\)"),
-        (lambda: kernels.select_distinct(x, indices, torch.arange(4), 3), "3 parents x 4 generators"),
-        (lambda: kernels.search_children(**arguments, k=1000), "k=1000 features cannot be selected"),
-        (lambda: kernels.collect_sums(x, indices, torch.arange(4), torch.zeros(8, 3)), "3 parents x 4 generators"),
-        (lambda: kernels.collect_sums(x[:, :12], indices, torch.arange(4), torch.zeros(8, 2)), r"shape \(m, 3\)"),
+        (lambda: ops.parity_decode(indices, coefs, 60), "power of two from 8 to 32768"),
+        (lambda: ops.parity_decode(indices.float(), coefs, 64), "indices must be integers"),
+        (lambda: ops.parity_decode(indices, coefs.int(), 64), "coefs must be float32"),
+        (lambda: ops.parity_decode(indices[0], coefs, 64), "indices must have shape"),
+        (lambda: ops.parity_decode(indices, coefs[:, :2], 64), "must have one shape"),
+        (lambda: ops.parity_decode(indices, coefs, 64, m=3000), "3000 is no number of features for d=64"),
+        (lambda: ops.parity_decode(indices, coefs, 64, m=2 ** 20), "power of two from 64 to 4096"),
+        (lambda: ops.parity_decode(indices, coefs, 64, like=x[:1]), r"like must have shape \(2, 64\)"),
+        (lambda: ops.parity_dot(indices, x[0]), "x must have 2 dimensions"),
+        (lambda: ops.search_basis(x, x[0], x[0, :3], 2), "mean and rstd must have the length 64"),
+        (lambda: ops.search_basis(x, x[0], x[0], 65), "k=65 features cannot be selected from 64"),
+        (lambda: ops.select_distinct(x[0], indices, torch.arange(4), 3), "z must have 2 dimensions"),
+        (lambda: ops.select_distinct(x, indices, torch.rand(4), 3), "generators must be integers"),
+        (lambda: ops.score_children(**arguments | {"parents": indices[:, :0]}), "parents are empty"),
+        (lambda: ops.score_children(**arguments | {"method": "fft"}), "'gemm' or 'transform'"),
+        (lambda: ops.score_children(**arguments | {"low": 192}), "192 is no number of features"),
+        (lambda: ops.score_children(**arguments | {"parents": indices[:1]}), r"parents must have shape \(2, K\)"),
+        (lambda: ops.select_distinct(x, indices, torch.arange(4), 3), "3 parents x 4 generators"),
+        (lambda: ops.search_children(**arguments, k=1000), "k=1000 features cannot be selected"),
+        (lambda: ops.collect_sums(x, indices, torch.arange(4), torch.zeros(8, 3)), "3 parents x 4 generators"),
+        (lambda: ops.collect_sums(x[:, :12], indices, torch.arange(4), torch.zeros(8, 2)), r"shape \(m, 3\)"),
     ]:
         with pytest.raises(ValueError, match=words):
             call()
@@ -547,8 +547,8 @@ def test_wrong_arguments_are_answered():
 def test_autocast_does_not_reach_into_the_operations():
     arguments = level(64, 1024, 5, 3, 20)
     indices, coefs = torch.randint(0, 4096, (5, 40)), torch.randn(5, 40)
-    for operation in (lambda: kernels.score_children(*arguments, "gemm"), lambda: kernels.score_children(*arguments, "transform"),
-                      lambda: kernels.parity_decode(indices, coefs, 64), lambda: kernels.parity_dot(indices, arguments[0])):
+    for operation in (lambda: ops.score_children(*arguments, "gemm"), lambda: ops.score_children(*arguments, "transform"),
+                      lambda: ops.parity_decode(indices, coefs, 64), lambda: ops.parity_dot(indices, arguments[0])):
         expected = operation()
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(operation(), expected)

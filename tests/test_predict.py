@@ -7,17 +7,17 @@ import sys
 import numpy as np
 import pytest
 
-import kernels
+import ops
 import predict
 from config import load
 
-pytestmark = pytest.mark.skipif(kernels.triton is None, reason="triton, which compiles for GPUs, is not installed (Linux only)")
+pytestmark = pytest.mark.skipif(ops.triton is None, reason="triton, which compiles for GPUs, is not installed (Linux only)")
 
 SCRIPT = """
 import json, sys
 sys.path.insert(0, {folder!r})
 import torch, triton, triton.language as tl
-import kernels, predict
+import ops, predict
 from config import load
 
 @triton.jit
