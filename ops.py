@@ -1,4 +1,4 @@
-"""The operations of the bottleneck, each as a plain torch reference, in C (kernels_cpu.py) and as a Triton kernel (kernels_gpu.py).
+"""The operations of the bottleneck, each as a plain torch reference, in C (kernels_cpu.py) and as a Triton kernel (kernels.py).
 
     parity_decode(indices, coefs, d)      y[n]    = sum_k coefs[n, k] phi_{indices[n, k]}        (N, K) -> (N, d)
     parity_dot(indices, x)                s[n, k] = <phi_{indices[n, k]}, x[n]>                  (N, d) -> (N, K)
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from kernels_cpu import (basis_c, chunks, collect_c, decode_c, decode_like_backward_c, decode_like_c, dot_c, has_library,
                          score_product_c, search_transform_c, select_c)
-from kernels_gpu import (basis_triton, compile_all, decode_like_backward_triton, decode_like_triton, decode_triton, dot_triton, score_triton,
+from kernels import (basis_triton, compile_all, decode_like_backward_triton, decode_like_triton, decode_triton, dot_triton, score_triton,
                          select_triton, triton)
 from kloosterman import log2_width, seed_matrix
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-import kernels_gpu
+import kernels
 from config import load
 from kloosterman import packing
 
@@ -176,15 +176,15 @@ def step_kernels(config, cache):
     hashed, sizes = K - active[0], torch.empty(TOKENS, 2)
     signs = 8 * W * hashed  # two rows of packed signs of every sign vector
     fours = math.ceil(K / 4)
-    adding = dict(loops=[Loop("SHFL", d / 32 / kernels_gpu.decode_launch(indices, coefs, y, m, 1.0)[2]["num_warps"], fours)], tokens=TOKENS,
+    adding = dict(loops=[Loop("SHFL", d / 32 / kernels.decode_launch(indices, coefs, y, m, 1.0)[2]["num_warps"], fours)], tokens=TOKENS,
                   share=(fours - active[0] // 4) / fours)
     moved = 12 * K + 4 * d + 2 * d                                # index and coefficient of a feature; y, and once more as bfloat16
     again = signs + 4 * d + 32 * active[0]                        # y is read back; an addition in memory takes 32 bytes of L2
-    yield Kernel("decode", kernels_gpu.decode_launch(indices, coefs, y, m, 1.0, x, x, sizes), memory=moved + 2 * d + 8,
+    yield Kernel("decode", kernels.decode_launch(indices, coefs, y, m, 1.0, x, x, sizes), memory=moved + 2 * d + 8,
                  l2=moved + 2 * d + 8 + again, **adding)          # reads x, for its norm
-    yield Kernel("decode back", kernels_gpu.decode_launch(indices, coefs, y, m, 1.0, x), memory=moved, l2=moved + again, **adding)
+    yield Kernel("decode back", kernels.decode_launch(indices, coefs, y, m, 1.0, x), memory=moved, l2=moved + again, **adding)
     moved = 12 * K + 4 * d + 3 * 2 * d + 8                        # y; the gradient, x and its gradient
-    yield Kernel("dot back", kernels_gpu.dot_launch(indices, x, coefs, m, y, x, sizes, x), [Loop("SHFL", 5, K)], TOKENS,
+    yield Kernel("dot back", kernels.dot_launch(indices, x, coefs, m, y, x, sizes, x), [Loop("SHFL", 5, K)], TOKENS,
                  moved, moved + signs, share=hashed / K)
     for level, k in enumerate(active):
         indices, coefs = torch.empty(TOKENS, k, dtype=torch.int64), torch.empty(TOKENS, k)
@@ -195,20 +195,20 @@ def step_kernels(config, cache):
             gamma, moments = torch.empty(d, D, dtype=torch.bfloat16), torch.empty(low, 2, D)
             pairs = torch.empty(2 ** config.bits[level] - low, dtype=torch.int64)
             made = low * D / PASS  # entries of the table of moments, made once a pass; a random read takes 32 bytes of L2
-            yield Kernel(f"moments {level}", kernels_gpu.moments_launch(torch.empty(low, dtype=torch.int64), generators, pairs, moments, low),
+            yield Kernel(f"moments {level}", kernels.moments_launch(torch.empty(low, dtype=torch.int64), generators, pairs, moments, low),
                          [], PASS, 8 * made, 40 * made)
-            launch = kernels_gpu.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level])
+            launch = kernels.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level])
             tile = launch[2]
             moved = 2 * d + 8 * P + 4 * C
             again = 2 * d * (P * W / 256 - 1)  # x goes past L1, once in every 512 bytes of its parents' rows
             yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,
                          moved + 8 * C * (8 * low * D > cache / 2), moved + 8 * C + again + 2 * d * D * P / tile["BM"], flops=2 * C * d)
-            launch, moved, loads = kernels_gpu.select_launch(z, parents, generators, indices, coefs), 4 * C + 8 * P + 12 * k, 1
+            launch, moved, loads = kernels.select_launch(z, parents, generators, indices, coefs), 4 * C + 8 * P + 12 * k, 1
             again = 4 * C  # two scans
         else:
             C, moved, loads = d, 2 * d + 12 * k, 3
             again = 8 * d  # mean and 1/std; the second scan finds them and x in L1
-            launch = kernels_gpu.select_launch(x, None, None, indices, coefs, torch.empty(d), torch.empty(d))
+            launch = kernels.select_launch(x, None, None, indices, coefs, torch.empty(d), torch.empty(d))
         tile = launch[2]
         lanes = tile["BLOCK"] / 32 / tile["num_warps"]
         yield Kernel(f"select {level}", launch, [Loop("I2F", lanes, min(REPEATS, C / tile["BLOCK"])),
@@ -239,9 +239,9 @@ def dense_flops(config):
 
 def analyse(kernel, capability):
     """What a kernel takes of an SM, and the warp instructions of a token."""
-    cubin, shared = kernels_gpu.machine_code(kernel.launch, capability)
-    registers = int(re.search(r"REG:(\d+)", kernels_gpu.cuobjdump(cubin, "--dump-resource-usage").partition("Function")[2])[1])
-    code, (_, grid, arguments) = parse(kernels_gpu.cuobjdump(cubin, "-sass")), kernel.launch
+    cubin, shared = kernels.machine_code(kernel.launch, capability)
+    registers = int(re.search(r"REG:(\d+)", kernels.cuobjdump(cubin, "--dump-resource-usage").partition("Function")[2])[1])
+    code, (_, grid, arguments) = parse(kernels.cuobjdump(cubin, "-sass")), kernel.launch
     times, loops = executions(code, kernel.loops, kernel.share)
     each = math.prod(grid) * arguments["num_warps"] / kernel.tokens  # warps a token
     return dict(registers=registers, shared=shared, warps_per_sm=occupancy(registers, shared, arguments["num_warps"]), loops=loops,
@@ -305,7 +305,7 @@ def main(arguments=None):
     parser.add_argument("--kernels", action="store_true", help="every kernel: what binds it, registers, occupancy, instructions")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
     options = parser.parse_args(arguments)
-    if kernels_gpu.triton is None:
+    if kernels.triton is None:
         raise SystemExit("bench.py predict: triton, which compiles the kernels, is not installed (Linux only): pip install triton")
     if not 0 < options.share <= 1:
         raise SystemExit(f"bench.py predict: --share {options.share} must lie above 0 and be at most 1")

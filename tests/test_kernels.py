@@ -12,7 +12,7 @@ import torch
 
 import ops
 import kernels_cpu
-import kernels_gpu
+import kernels
 from conftest import force_path
 from kloosterman import sign_vectors
 
@@ -430,7 +430,7 @@ def test_an_index_out_of_range_is_nan_for_its_token_in_the_kernels(wrong):
 @needs_triton
 def test_all_features_as_children_of_feature_0(use, monkeypatch):
     """Flat selection: more generators than are held at a time, and no row of moments for every parent."""
-    monkeypatch.setattr(kernels_gpu, "COLUMNS", 128)
+    monkeypatch.setattr(kernels, "COLUMNS", 128)
     d, m, k = 64, 512, 40
     x, _, _, mean, rstd, low = level(d, m, 3, 1, 5)
     parents, generators = torch.zeros(3, 1, dtype=torch.int64), torch.arange(d, m)
