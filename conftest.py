@@ -6,8 +6,8 @@ import torch
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so set before any test file is imported
 
-import ops  # noqa: E402
 import kernels_cpu  # noqa: E402
+import ops  # noqa: E402
 
 
 def force_path(path, monkeypatch):

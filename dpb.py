@@ -26,9 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ops import attach_scores, collect_sums, magnitude, parity_decode, search_basis, search_children
+from kernels import magnitude
 from kloosterman import log2_width
-
+from ops import attach_scores, collect_sums, parity_decode, search_basis, search_children
 
 SELECTIONS = ("hierarchical", "flat")
 

@@ -1,25 +1,59 @@
-"""The operations of the bottleneck as Triton kernels, and `python kernels.py`: what each kernel needs on real GPUs, without one.
+"""The operations of the bottleneck: each as a plain torch reference, and beside it as a Triton kernel with its launch.
 
-Each function `..._triton` is what the reference of its name in kernels.py is. Signs travel packed, as kloosterman.py lays them out.
+    decode    y[n]    = sum_k coefs[n, k] phi_{indices[n, k]}                                   (N, K) -> (N, d)
+    dot       s[n, k] = <phi_{indices[n, k]}, x[n]>                                             (N, d) -> (N, K)
+    score     z of every child i ^ g of every parent i: (<phi_{i ^ g}, x> - mean) / std         (N, d) -> (N, P*D)
+    select    the k distinct children with the largest |z|                                      (N, P*D) -> (N, k)
+
+phi_i is a row of the dictionary of kloosterman.py: a sign vector over sqrt(d), or e_i below d. Decode and dot are each
+other's gradient. The references are the specification: every other path is tested against them. ops.py makes
+operators of all this and picks the path; kernels_cpu.py is the same in C.
+
+Letters: N tokens, d width, K features per token, P parents, D generators, m = features in all, and a level's
+features are low .. low + len(mean) - 1.
+
+    python kernels.py        compiles every kernel for real GPUs, without one, and prints what each needs (aot.py)
 """
+from __future__ import annotations  # `tl.constexpr` stays a word where Triton is missing
+
 import contextlib
 import functools
-import os
-import re
-import subprocess
-import tempfile
+import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import kloosterman
-from kloosterman import packing
+from kloosterman import packing, seed_matrix
 
 try:  # Linux only; everything but the kernels themselves works without it
     import triton
     import triton.language as tl
+    from triton import jit
 except ImportError:
     triton = None
+
+    def jit(function=None, **options):
+        """In place of Triton's, for reading only: without it no kernel is ever launched."""
+        return function or jit
+
+
+# Signs: rows of them for the references, bits of them for the kernels
+
+
+@functools.lru_cache(maxsize=None)
+def seed(d, device):
+    """The seed matrix M as a tensor: d words of 2t bits."""
+    return torch.from_numpy(seed_matrix(d).astype(np.int64)).to(device)
+
+
+def sign_rows(indices, d, dtype=torch.float32):
+    """sqrt(d) * h_i for every index: (...) -> (..., d)."""
+    bits = indices.long()[..., None] & seed(d, indices.device)
+    for shift in (16, 8, 4, 2, 1):
+        bits = bits ^ bits >> shift
+    return (1 - 2 * (bits & 1)).to(dtype)
 
 
 @functools.lru_cache(maxsize=None)
@@ -27,347 +61,160 @@ def packed_signs(d, m, device):
     return torch.from_numpy(kloosterman.packed_signs(d, m).view(np.int32)).to(device)
 
 
-if triton:
+@jit
+def sign_words(packed, i, w, d: tl.constexpr, W: tl.constexpr):
+    """The packed signs of h_i, words w: H[u1] ^ s[u2]. Shapes of i and w broadcast."""
+    i = i.to(tl.uint32)
+    return tl.load(packed + i % d * W + w) ^ tl.load(packed + (d + i // d) * W + w)
 
-    @triton.jit
-    def sign_words(packed, i, w, d: tl.constexpr, W: tl.constexpr):
-        """The packed signs of h_i, words w: H[u1] ^ s[u2]. Shapes of i and w broadcast."""
-        i = i.to(tl.uint32)
-        return tl.load(packed + i % d * W + w) ^ tl.load(packed + (d + i // d) * W + w)
+# What a launch is: the kernel, the grid, its arguments. Made apart from running, so that aot.py can compile it for absent GPUs.
 
-    @triton.jit
-    def hashed(indices, coefs, k, K, m, d: tl.constexpr):
-        """Index and coefficient k of a token, as decode adds up sign vectors: nothing for a basis vector, NaN for a wrong index."""
-        i = tl.load(indices + k, mask=k < K, other=0)
-        known = i.to(tl.uint64) < m
-        c = tl.load(coefs + k, mask=k < K, other=0.0)
-        return tl.where(known, i, d).to(tl.int32), tl.where(known, tl.where(i < d, 0.0, c), float("nan"))
 
-    @triton.jit
-    def flip(c, lane, bit: tl.constexpr):
-        """c, negative in the lanes that have this bit set."""
-        return (c.to(tl.int32, bitcast=True) ^ ((lane << (31 - bit)) & -2147483648)).to(tl.float32, bitcast=True)
+def run(launch):
+    kernel, grid, arguments = launch
+    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    if 0 not in grid:
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            kernel[grid](**arguments)
 
-    @triton.jit
-    def interleave(a, b, mask: tl.constexpr, by: tl.constexpr):
-        """Fields of a (mask, and those `by` bits higher) in turn with fields of b: first the lower ones, then the higher."""
-        return (a & mask) | ((b & mask) << by), ((a >> by) & mask) | (b & ~mask)
+# Decode
 
-    @triton.jit
-    def scaled(row):
-        """row / 2**e with its largest |element| near 1, the norm of that, and 2**e: no square overflows or vanishes."""
-        power = tl.max(tl.abs(row)).to(tl.int32, bitcast=True) & 0x7F800000
-        power = tl.minimum(tl.maximum(power, 1 << 23), 253 << 23)
-        row *= ((254 << 23) - power).to(tl.float32, bitcast=True)
-        return row, tl.sqrt(tl.sum(row * row)), power.to(tl.float32, bitcast=True)
 
-    @triton.jit
-    def nonzero(size):
-        return tl.where(size == 0.0, 1.0, size)
+def decode_reference(indices, coefs, d):
+    h = sign_rows(indices, d, coefs.dtype) / math.sqrt(d)  # (N, K, d)
+    y = torch.einsum("nkd,nk->nd", h, coefs.masked_fill(indices < d, 0))
+    return y.scatter_add(1, indices.clamp(max=d - 1), coefs.masked_fill(indices >= d, 0))
 
-    @triton.jit(do_not_specialize=["K", "m"])
-    def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
-                      SLOTS: tl.constexpr):
-        """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers.
 
-        Four features at a time: lane v of the table has their sum with the signs of the bits of v. Four bits, one of each
-        feature's signs, say in which lane a coordinate finds what it has to add: one addition and a shuffle for four features.
+class Rescale(torch.autograd.Function):
+    """y with the norm and the type of x, row by row: y |x| / |y|; zero where either is zero.
 
-        Sign vectors first, basis vectors last: a small term added to a large one would lose its last bits. A basis vector
-        touches one coordinate, so it is added where the row already lies in memory; only in float32 (SLOTS > 0), as adding to
-        bfloat16 there would round twice. SLOTS is at least K.
+    With u = y / |y|, the gradients of g are |x| / |y| (g - u <u, g>) to y and <u, g> x / |x| to x. Only y, x and the norms
+    are kept for them. Norms are taken in float64, where no float32 overflows or vanishes.
+    """
 
-        out, if given, is y in another type; if x is given too, y |x| / |y|, and sizes[n] = |y|, |x|.
-        """
-        n = tl.program_id(0).to(tl.int64)
-        indices += n * K
-        coefs += n * K
-        y += n * d
-        q = 4 * tl.arange(0, max(1, BITS // 4))[:, None]
-        w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])  # one at a time, so that a thread has the signs of its own y
-        lane = tl.arange(0, 32)[None, :]
-        row0 = tl.zeros([max(1, BITS // 4), W], tl.float32)  # coordinates q*W + w
-        row1 = row0
-        row2 = row0
-        row3 = row0
-        for k in range(0, K, 4):
-            i0, c0 = hashed(indices, coefs, k, K, m, d)
-            i1, c1 = hashed(indices, coefs, k + 1, K, m, d)
-            i2, c2 = hashed(indices, coefs, k + 2, K, m, d)
-            i3, c3 = hashed(indices, coefs, k + 3, K, m, d)
-            if tl.maximum(tl.maximum(i0, i1), tl.maximum(i2, i3)) >= d:
-                table = (flip(c0, lane, 0) + flip(c1, lane, 1)) + (flip(c2, lane, 2) + flip(c3, lane, 3))
-                table = tl.broadcast_to(table, [max(1, BITS // 4), 32])
-                even, odd = interleave(sign_words(packed, i0, w, d, W), sign_words(packed, i1, w, d, W), 0x55555555, 1)
-                even2, odd2 = interleave(sign_words(packed, i2, w, d, W), sign_words(packed, i3, w, d, W), 0x55555555, 1)
-                bits0, bits2 = interleave(even, even2, 0x33333333, 2)
-                bits1, bits3 = interleave(odd, odd2, 0x33333333, 2)
-                row0 += tl.gather(table, (bits0 >> q) & 31, 1)  # bit 4 is the next coordinate's: both halves of the table are alike
-                row1 += tl.gather(table, (bits1 >> q) & 31, 1)
-                row2 += tl.gather(table, (bits2 >> q) & 31, 1)
-                row3 += tl.gather(table, (bits3 >> q) & 31, 1)
-        at = tl.max_contiguous(q * W + w, [1, 1])
-        tl.store(y + at, (row0 * scale).to(y.dtype.element_ty), mask=at < d)
-        tl.store(y + at + W, (row1 * scale).to(y.dtype.element_ty), mask=at + W < d)
-        tl.store(y + at + 2 * W, (row2 * scale).to(y.dtype.element_ty), mask=at + 2 * W < d)
-        tl.store(y + at + 3 * W, (row3 * scale).to(y.dtype.element_ty), mask=at + 3 * W < d)
-        if SLOTS:
-            tl.debug_barrier()
-            for turn in tl.static_range((SLOTS + 255) // 256):
-                slot = turn * 256 + tl.arange(0, min(SLOTS, 256))
-                to = tl.load(indices + slot, mask=slot < K, other=d)
-                basis = (to >= 0) & (to < d)
-                tl.atomic_add(y + to, tl.load(coefs + slot, mask=basis), mask=basis, sem="relaxed")
-        if out is not None:
-            tl.debug_barrier()  # the additions are other threads'
-            c = tl.arange(0, d)
-            row = tl.load(y + c)
-            if x is not None:
-                row, of_y, up_y = scaled(row)
-                _, of_x, up_x = scaled(tl.load(x + n * d + c).to(tl.float32))
-                row = row * (of_x / nonzero(of_y)) * up_x
-                tl.store(sizes + 2 * n, of_y * up_y)
-                tl.store(sizes + 2 * n + 1, of_x * up_x)
-            tl.store(out + n * d + c, row.to(out.dtype.element_ty))
+    @staticmethod
+    def forward(ctx, y, x):
+        sizes = [torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for v in (y, x)]  # (..., 1)
+        ctx.save_for_backward(y, x, *sizes)
+        return (y * Rescale.ratio(*reversed(sizes), y)).to(x.dtype)
 
-    @triton.jit(do_not_specialize=["K", "m"])
-    def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
-        """out[n, k] = <phi_{indices[n, k]}, g[n]>: one token a program, g[n] kept in registers.
+    @staticmethod
+    def backward(ctx, grad):
+        y, x, of_y, of_x = ctx.saved_tensors
+        grad, one = grad.to(y.dtype), torch.ones_like(of_y)
+        u = y * Rescale.ratio(one, of_y, y)
+        along = (u * grad).sum(-1, keepdim=True)
+        return torch.addcmul(grad, u, -along).mul_(Rescale.ratio(of_x, of_y, y)), (x * (along * Rescale.ratio(one, of_x, y))).to(x.dtype)
 
-        If y, x and their sizes are given, g is the gradient of y |x| / |y|: with u = y / |y| its gradient |x| / |y| (g - u <u, g>)
-        to y takes the place of g, and grad[n] = <u, g> x / |x| is that to x.
-        """
-        n = tl.program_id(0).to(tl.int64)
-        indices += n * K
-        out += n * K
-        g += n * d
-        b = tl.arange(0, BITS)[:, None]
-        w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])  # one at a time, so that a thread has the signs of its own g
-        at = tl.max_contiguous(b * W + w, [1, 1])
-        row = tl.load(g + at, mask=at < d, other=0.0).to(tl.float32)
-        if y is not None:
-            y += n * d
-            of_y = nonzero(tl.load(sizes + 2 * n))
-            of_x = tl.load(sizes + 2 * n + 1)
-            u = tl.load(y + at, mask=at < d, other=0.0) * (1.0 / of_y)
-            along = tl.sum(u * row)
-            row -= u * along
-            ratio = of_x / of_y
-            c = tl.arange(0, d)
-            to_x = tl.load(x + n * d + c).to(tl.float32) * (along / nonzero(of_x))
-            tl.store(grad + n * d + c, to_x.to(grad.dtype.element_ty))
-        for k in tl.range(K, loop_unroll_factor=4):
-            i = tl.load(indices + k)
-            known = i.to(tl.uint64) < m
-            i = tl.where(known, i, d).to(tl.int32)
-            if i < d:
-                s = tl.load(g + i).to(tl.float32)
-                if y is not None:
-                    s = s - tl.load(y + i) * (1.0 / of_y) * along
-            else:
-                sign = (sign_words(packed, i, w, d, W) << (31 - b)) & -2147483648
-                s = tl.sum((row.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)) * scale
-            if y is not None:
-                s *= ratio
-            tl.store(out + k, tl.where(known, s, float("nan")))
+    @staticmethod
+    def ratio(above, below, like):
+        """above / below, or above / 1 where below is zero."""
+        return (above / torch.where(below == 0, 1, below)).to(like.dtype)
 
-    @triton.jit(do_not_specialize=["rows", "low", "high"])
-    def moments_kernel(parents, generators, pairs, moments, rows, low, high, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-        """moments[r] = mean and rstd, (2, D), of the children of parents[r]. In `pairs` the two lie side by side: one load.
 
-        A child outside of low .. high - 1, of a wrong parent or generator, gets NaN.
-        """
-        r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
-        j = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
-        real = (r < rows) & (j < D)
-        i = tl.load(parents + r, mask=r < rows, other=-1)
-        child = i ^ tl.load(generators + j, mask=j < D, other=0)
-        known = real & (i >= 0) & (i < low) & (child >= low) & (child < high)
-        pair = tl.load(pairs + (child - low), mask=known, other=0x7FC000007FC00000)
-        moments += r * (2 * D) + j
-        tl.store(moments, pair.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
-        tl.store(moments + D, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=real)
+rescale = Rescale.apply
 
-    @triton.jit
-    def standardise(score, i, r, rows, j, generators, moments, z, low, high, D: tl.constexpr, ROW: tl.constexpr):
-        """Store (score - mean) * rstd of the children of parents i. NaN for a wrong parent or child.
 
-        moments is a table with a row (2, D) for each parent; or, if there are generators, a pair for each feature.
-        """
-        real = (i >= 0)[:, None] & (i < low)[:, None] & (j < D)[None, :]
-        if generators is None:
-            moments += i[:, None] * (2 * D) + j[None, :]
-            mean = tl.load(moments, mask=real, other=float("nan"))
-            rstd = tl.load(moments + D, mask=real, other=float("nan"))
-        else:
-            child = i[:, None] ^ tl.load(generators + j, mask=j < D, other=0)[None, :]
-            pair = tl.load(moments + (child - low), mask=real & (child >= low) & (child < high), other=0x7FC000007FC00000)
-            mean = pair.to(tl.int32).to(tl.float32, bitcast=True)
-            rstd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        tl.store(z + r[:, None] * ROW + j[None, :], (score - mean) * rstd, mask=(r[:, None] < rows) & (j[None, :] < D))
+@jit
+def hashed(indices, coefs, k, K, m, d: tl.constexpr):
+    """Index and coefficient k of a token, as decode adds up sign vectors: nothing for a basis vector, NaN for a wrong index."""
+    i = tl.load(indices + k, mask=k < K, other=0)
+    known = i.to(tl.uint64) < m
+    c = tl.load(coefs + k, mask=k < K, other=0.0)
+    return tl.where(known, i, d).to(tl.int32), tl.where(known, tl.where(i < d, 0.0, c), float("nan"))
 
-    @triton.jit
-    def halves(tile, M: tl.constexpr, N: tl.constexpr):
-        """The left and the right half of an (M, N) tile."""
-        return tile.reshape(M, 2, N // 2).permute(0, 2, 1).split()
 
-    @triton.jit(do_not_specialize=["rows", "low", "high"])
-    def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, high, scale,
-                     P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
-                     BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
-        """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
+@jit
+def flip(c, lane, bit: tl.constexpr):
+    """c, negative in the lanes that have this bit set."""
+    return (c.to(tl.int32, bitcast=True) ^ ((lane << (31 - bit)) & -2147483648)).to(tl.float32, bitcast=True)
 
-        A matrix product whose left side never exists: its row (n, p) is x[n] with the sign bits flipped by h_i, in
-        registers. D generators of a row of z, ROW long. For generators and moments see standardise.
-        """
-        r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
-        j = tl.program_id(1) * BN + tl.arange(0, BN)
-        w = tl.arange(0, W)
-        i = tl.load(parents + r, mask=r < rows, other=0)
-        i = tl.where((i >= 0) & (i < low), i, 0).to(tl.int32)
-        words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
-        x += (r // P)[:, None] * d
-        total = tl.zeros([BM, BN], tl.float32)
-        for b in range(BITS):
-            k = b * W + w
-            piece = tl.load(x + k[None, :], mask=(r[:, None] < rows) & (k[None, :] < d), other=0.0)
-            if x.dtype.element_ty == tl.float32:
-                sign = (words << (31 - b)) & -2147483648
-                piece = (piece.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-            else:
-                sign = (((words >> b) & 1) << 15).to(tl.int16)
-                piece = (piece.to(tl.int16, bitcast=True) ^ sign).to(x.dtype.element_ty, bitcast=True)
-            right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
-            if UPCAST:  # Triton's interpreter multiplies the bit patterns of bfloat16
-                piece, right = piece.to(tl.float32), right.to(tl.float32)
-            total = tl.dot(piece, right, total, input_precision="ieee")
-        # The parents again, and by quarters: what is not needed at a time must not take registers.
-        i = tl.load(parents + r, mask=r < rows, other=-1)
-        left, right = halves(total * scale, BM, BN)
-        j = tl.program_id(1) * BN + tl.arange(0, BN // 4)
-        for half in tl.static_range(2):
-            one, two = halves(right if half else left, BM, BN // 2)
-            standardise(one, i, r, rows, j, generators, moments, z, low, high, D, ROW)
-            standardise(two, i, r, rows, j + BN // 4, generators, moments, z, low, high, D, ROW)
-            j += BN // 2
 
-    @triton.jit
-    def magnitude_bits(z):
-        """|z| as an integer of the same order, every NaN alike and largest."""
-        return tl.minimum(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FC00000)
+@jit
+def interleave(a, b, mask: tl.constexpr, by: tl.constexpr):
+    """Fields of a (mask, and those `by` bits higher) in turn with fields of b: first the lower ones, then the higher."""
+    return (a & mask) | ((b & mask) << by), ((a >> by) & mask) | (b & ~mask)
 
-    @triton.jit
-    def candidate_scores(z, mean, rstd, c, live):
-        """z of candidates c; if moments are given, z is the input and its coordinates are standardised here."""
-        value = tl.load(z + c, mask=live, other=0.0).to(tl.float32)
-        if mean is not None:
-            value = (value - tl.load(mean + c, mask=live, other=0.0)) * tl.load(rstd + c, mask=live, other=0.0)
-        return value
 
-    @triton.jit
-    def sort_keys(value, parents, generators, c, live, D: tl.constexpr):
-        """(|z|, lower index first, sign) of candidates c in one sortable integer: -1 where not live."""
-        i = c
-        if parents is not None:
-            i = tl.load(parents + c // D, mask=live, other=0).to(tl.int32)
-            i ^= tl.load(generators + c % D, mask=live, other=0).to(tl.int32)
-        key = (magnitude_bits(value).to(tl.int64) << 32) | ((0x7FFFFFFF - i).to(tl.int64) << 1)
-        return tl.where(live, key | ((value.to(tl.int32, bitcast=True) >> 31) & 1), -1)
+@jit
+def scaled(row):
+    """row / 2**e with its largest |element| near 1, the norm of that, and 2**e: no square overflows or vanishes."""
+    power = tl.max(tl.abs(row)).to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.minimum(tl.maximum(power, 1 << 23), 253 << 23)
+    row *= ((254 << 23) - power).to(tl.float32, bitcast=True)
+    return row, tl.sqrt(tl.sum(row * row)), power.to(tl.float32, bitcast=True)
 
-    @triton.jit
-    def key_index(key):
-        return 0x7FFFFFFF - ((key >> 1) & 0x7FFFFFFF)
 
-    @triton.jit
-    def key_value(key):
-        return ((key >> 32) | ((key & 1) << 31)).to(tl.int32).to(tl.float32, bitcast=True)
+@jit
+def nonzero(size):
+    return tl.where(size == 0.0, 1.0, size)
 
-    @triton.jit(do_not_specialize=["k", "keep"])
-    def select_kernel(z, mean, rstd, parents, generators, indices, coefs, scratch, k, keep,
-                      P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, THREADS: tl.constexpr):
-        """The k distinct candidates of a token with the largest |z|, largest first, ties to the lower index.
 
-        The candidates are dealt to BLOCK groups. A threshold that `keep` group maxima reach is reached by at least
-        `keep` candidates and hardly more: those are listed in scratch, sorted, and freed of repeats. Where that
-        leaves fewer than k, or more than S were listed (many ties), the next largest is looked for k times over.
-        Without parents candidate c is feature c.
-        """
-        C: tl.constexpr = P * D
-        n = tl.program_id(0).to(tl.int64)
-        z += n * C
-        if parents is not None:
-            parents += n * P
-        scratch += n * S
-        lane = tl.max_contiguous(tl.arange(0, BLOCK), 1)  # one at a time: a list is then written by the threads that read z
-        slot = tl.arange(0, S)
+@jit(do_not_specialize=["K", "m"])
+def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
+                  SLOTS: tl.constexpr):
+    """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers.
 
-        top = tl.zeros([BLOCK], tl.uint32)  # |z| without its sign bit, shifted: one instruction that the multiplier may take
-        for start in range(0, C, BLOCK):
-            c = start + lane
-            size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
-            top = tl.maximum(top, size)
-        top = tl.where(lane < C, tl.minimum((top >> 1).to(tl.int32), 0x7FC00000), -1)  # as magnitude_bits
-        below = tl.max(top, 0) + 1  # no group reaches this; at least `keep`, or all there are, reach the threshold
-        threshold = below * 0
-        reached = threshold + BLOCK
-        stride = threshold + (1 << 23)  # the threshold is seldom below half of the largest: look there first
-        while (below - threshold > 1) & (reached > keep + keep // 8):
-            middle = tl.maximum(threshold + (below - threshold) // 2, below - stride)
-            count = tl.sum((top >= middle).to(tl.int32), 0)
-            stride = tl.where(count >= keep, stride, 2 * tl.minimum(stride, 1 << 29))
-            below = tl.where(count >= keep, below, middle)
-            threshold = tl.where(count >= keep, middle, threshold)
-            reached = tl.where(count >= keep, count, reached)
+    Four features at a time: lane v of the table has their sum with the signs of the bits of v. Four bits, one of each
+    feature's signs, say in which lane a coordinate finds what it has to add: one addition and a shuffle for four features.
 
-        listed = threshold * 0
-        places = scratch.to(tl.pointer_type(tl.int32))
-        for first in range(0, C, 16 * BLOCK):
-            hits = tl.zeros([BLOCK], tl.int32)  # of a group's next 16: which reach the threshold, and above bit 16 how many
-            for turn in range(min(16, (C + BLOCK - 1) // BLOCK)):
-                c = first + turn * BLOCK + lane
-                size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
-                hits += tl.where((size >= threshold.to(tl.uint32) << 1) & (c < C), (1 << turn) + 65536, 0)
-            many = (hits >> 16).reshape(BLOCK // THREADS, THREADS)  # a column is a thread's own: added up there, then over threads
-            column = tl.sum(many, 0)
-            to = (listed + (tl.cumsum(column, 0) - column)[None, :] + tl.cumsum(many, 0) - many).reshape(BLOCK)
-            listed += tl.sum(column, 0)
-            hits &= 65535
-            while tl.max(hits, 0) > 0:  # a group seldom has more than two
-                bit = hits & -hits
-                c = first + ((bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127) * BLOCK + lane
-                tl.store(places + to, c, mask=(hits > 0) & (to < S))
-                to += 1
-                hits ^= bit
-        tl.debug_barrier()  # scratch is written and read by different threads
-        live = slot < listed
-        chosen = tl.load(places + slot, mask=live, other=0)
-        key = sort_keys(candidate_scores(z, mean, rstd, chosen, live), parents, generators, chosen, live, D)
-        key = tl.sort(key, descending=True)
-        tl.debug_barrier()  # all have read the list before the keys overwrite it
-        tl.store(scratch + slot, key)
+    Sign vectors first, basis vectors last: a small term added to a large one would lose its last bits. A basis vector
+    touches one coordinate, so it is added where the row already lies in memory; only in float32 (SLOTS > 0), as adding to
+    bfloat16 there would round twice. SLOTS is at least K.
+
+    out, if given, is y in another type; if x is given too, y |x| / |y|, and sizes[n] = |y|, |x|.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    indices += n * K
+    coefs += n * K
+    y += n * d
+    q = 4 * tl.arange(0, max(1, BITS // 4))[:, None]
+    w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])  # one at a time, so that a thread has the signs of its own y
+    lane = tl.arange(0, 32)[None, :]
+    row0 = tl.zeros([max(1, BITS // 4), W], tl.float32)  # coordinates q*W + w
+    row1 = row0
+    row2 = row0
+    row3 = row0
+    for k in range(0, K, 4):
+        i0, c0 = hashed(indices, coefs, k, K, m, d)
+        i1, c1 = hashed(indices, coefs, k + 1, K, m, d)
+        i2, c2 = hashed(indices, coefs, k + 2, K, m, d)
+        i3, c3 = hashed(indices, coefs, k + 3, K, m, d)
+        if tl.maximum(tl.maximum(i0, i1), tl.maximum(i2, i3)) >= d:
+            table = (flip(c0, lane, 0) + flip(c1, lane, 1)) + (flip(c2, lane, 2) + flip(c3, lane, 3))
+            table = tl.broadcast_to(table, [max(1, BITS // 4), 32])
+            even, odd = interleave(sign_words(packed, i0, w, d, W), sign_words(packed, i1, w, d, W), 0x55555555, 1)
+            even2, odd2 = interleave(sign_words(packed, i2, w, d, W), sign_words(packed, i3, w, d, W), 0x55555555, 1)
+            bits0, bits2 = interleave(even, even2, 0x33333333, 2)
+            bits1, bits3 = interleave(odd, odd2, 0x33333333, 2)
+            row0 += tl.gather(table, (bits0 >> q) & 31, 1)  # bit 4 is the next coordinate's: both halves of the table are alike
+            row1 += tl.gather(table, (bits1 >> q) & 31, 1)
+            row2 += tl.gather(table, (bits2 >> q) & 31, 1)
+            row3 += tl.gather(table, (bits3 >> q) & 31, 1)
+    at = tl.max_contiguous(q * W + w, [1, 1])
+    tl.store(y + at, (row0 * scale).to(y.dtype.element_ty), mask=at < d)
+    tl.store(y + at + W, (row1 * scale).to(y.dtype.element_ty), mask=at + W < d)
+    tl.store(y + at + 2 * W, (row2 * scale).to(y.dtype.element_ty), mask=at + 2 * W < d)
+    tl.store(y + at + 3 * W, (row3 * scale).to(y.dtype.element_ty), mask=at + 3 * W < d)
+    if SLOTS:
         tl.debug_barrier()
-        before = tl.load(scratch + slot - 1, mask=slot > 0, other=-1)
-        fresh = (live & (key != before)).to(tl.int32)
-        rank = tl.cumsum(fresh, 0) - 1
-        found = tl.sum(fresh, 0)
-        if (listed <= S) & (found >= k):
-            tl.store(indices + n * k + rank, key_index(key).to(tl.int64), mask=(fresh > 0) & (rank < k))
-            tl.store(coefs + n * k + rank, key_value(key), mask=(fresh > 0) & (rank < k))
-        else:
-            last = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-            for place in range(k):
-                best = tl.full([], -1, tl.int64)
-                for start in range(0, C, BLOCK):
-                    c = start + lane
-                    keys = sort_keys(candidate_scores(z, mean, rstd, c, c < C), parents, generators, c, c < C, D)
-                    best = tl.maximum(best, tl.max(tl.where(keys < last, keys, -1), 0))
-                value = tl.where(best < 0, 0.0, key_value(best))  # fewer than k distinct: repeat the last, at zero
-                last = tl.where(best < 0, last, best)
-                tl.store(indices + n * k + place, key_index(last).to(tl.int64))
-                tl.store(coefs + n * k + place, value)
-
-
-# What each launch is: the kernel, the grid, its arguments. One place for running here and for compiling elsewhere.
+        for turn in tl.static_range((SLOTS + 255) // 256):
+            slot = turn * 256 + tl.arange(0, min(SLOTS, 256))
+            to = tl.load(indices + slot, mask=slot < K, other=d)
+            basis = (to >= 0) & (to < d)
+            tl.atomic_add(y + to, tl.load(coefs + slot, mask=basis), mask=basis, sem="relaxed")
+    if out is not None:
+        tl.debug_barrier()  # the additions are other threads'
+        c = tl.arange(0, d)
+        row = tl.load(y + c)
+        if x is not None:
+            row, of_y, up_y = scaled(row)
+            _, of_x, up_x = scaled(tl.load(x + n * d + c).to(tl.float32))
+            row = row * (of_x / nonzero(of_y)) * up_x
+            tl.store(sizes + 2 * n, of_y * up_y)
+            tl.store(sizes + 2 * n + 1, of_x * up_x)
+        tl.store(out + n * d + c, row.to(out.dtype.element_ty))
 
 
 def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None):
@@ -379,6 +226,71 @@ def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None):
         SLOTS=triton.next_power_of_2(indices.shape[1]) if y.dtype == torch.float32 else 0)
 
 
+def decode_triton(indices, coefs, d, m, dtype=torch.float32):
+    y = coefs.new_empty(len(indices), d)
+    out = None if dtype == y.dtype else torch.empty_like(y, dtype=dtype)
+    run(decode_launch(indices, coefs, y, m, d ** -0.5, out))
+    return y if out is None else out
+
+
+def decode_like_triton(indices, coefs, x, m):
+    """y |x| / |y| in the type of x, with y = decode(indices, coefs); and for the gradient y (N, d) and |y|, |x| (N, 2)."""
+    y, out = torch.empty_like(x, dtype=torch.float32), torch.empty_like(x)
+    sizes = torch.empty(len(x), 2, device=x.device)
+    run(decode_launch(indices, coefs, y, m, x.shape[1] ** -0.5, out, x, sizes))
+    return out, y, sizes
+
+# Dot
+
+
+def dot_reference(indices, x):
+    d = x.shape[1]
+    h = sign_rows(indices, d, x.dtype) / math.sqrt(d)  # (N, K, d)
+    return torch.where(indices < d, x.gather(1, indices.clamp(max=d - 1)), torch.einsum("nkd,nd->nk", h, x))
+
+
+@jit(do_not_specialize=["K", "m"])
+def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
+    """out[n, k] = <phi_{indices[n, k]}, g[n]>: one token a program, g[n] kept in registers.
+
+    If y, x and their sizes are given, g is the gradient of y |x| / |y|: with u = y / |y| its gradient |x| / |y| (g - u <u, g>)
+    to y takes the place of g, and grad[n] = <u, g> x / |x| is that to x.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    indices += n * K
+    out += n * K
+    g += n * d
+    b = tl.arange(0, BITS)[:, None]
+    w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])  # one at a time, so that a thread has the signs of its own g
+    at = tl.max_contiguous(b * W + w, [1, 1])
+    row = tl.load(g + at, mask=at < d, other=0.0).to(tl.float32)
+    if y is not None:
+        y += n * d
+        of_y = nonzero(tl.load(sizes + 2 * n))
+        of_x = tl.load(sizes + 2 * n + 1)
+        u = tl.load(y + at, mask=at < d, other=0.0) * (1.0 / of_y)
+        along = tl.sum(u * row)
+        row -= u * along
+        ratio = of_x / of_y
+        c = tl.arange(0, d)
+        to_x = tl.load(x + n * d + c).to(tl.float32) * (along / nonzero(of_x))
+        tl.store(grad + n * d + c, to_x.to(grad.dtype.element_ty))
+    for k in tl.range(K, loop_unroll_factor=4):
+        i = tl.load(indices + k)
+        known = i.to(tl.uint64) < m
+        i = tl.where(known, i, d).to(tl.int32)
+        if i < d:
+            s = tl.load(g + i).to(tl.float32)
+            if y is not None:
+                s = s - tl.load(y + i) * (1.0 / of_y) * along
+        else:
+            sign = (sign_words(packed, i, w, d, W) << (31 - b)) & -2147483648
+            s = tl.sum((row.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)) * scale
+        if y is not None:
+            s *= ratio
+        tl.store(out + k, tl.where(known, s, float("nan")))
+
+
 def dot_launch(indices, g, out, m, y=None, x=None, sizes=None, grad=None):
     d = g.shape[1]
     bits, W = packing(d)
@@ -387,12 +299,123 @@ def dot_launch(indices, g, out, m, y=None, x=None, sizes=None, grad=None):
         scale=d ** -0.5, d=d, BITS=bits, W=W, num_warps=max(1, d // 2048))
 
 
+def dot_triton(indices, x, m):
+    out = torch.empty(indices.shape, dtype=torch.float32, device=x.device)
+    run(dot_launch(indices, x, out, m))
+    return out
+
+
+def decode_like_backward_triton(indices, grad, y, x, sizes, m):
+    """The gradients of decode_like_triton to coefs (N, K) and to x (N, d)."""
+    of_coefs, of_x = torch.empty(indices.shape, dtype=torch.float32, device=x.device), torch.empty_like(x)
+    run(dot_launch(indices, grad, of_coefs, m, y, x, sizes, of_x))
+    return of_coefs, of_x
+
+# Score
+
+
+def score_reference(x, parents, generators, mean, rstd, low):
+    children = (parents[:, :, None] ^ generators).flatten(1)  # (N, P*D)
+    return (dot_reference(children, x) - mean[children - low]) * rstd[children - low]
+
+
+def score_product(x, parents, generators, mean, rstd, low):
+    """The same, faster: <h_{i ^ g}, x> = <Gamma_g, h_i * x>, one matrix Gamma for all parents."""
+    d, children = x.shape[1], (parents[:, :, None] ^ generators) - low  # (N, P, D)
+    scores = sign_rows(parents, d, x.dtype).mul_(x[:, None]) @ sign_rows(generators, d, x.dtype).t() / math.sqrt(d)
+    return ((scores - mean[children]) * rstd[children]).flatten(1)
+
+
+@jit(do_not_specialize=["rows", "low", "high"])
+def moments_kernel(parents, generators, pairs, moments, rows, low, high, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """moments[r] = mean and rstd, (2, D), of the children of parents[r]. In `pairs` the two lie side by side: one load.
+
+    A child outside of low .. high - 1, of a wrong parent or generator, gets NaN.
+    """
+    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
+    j = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+    real = (r < rows) & (j < D)
+    i = tl.load(parents + r, mask=r < rows, other=-1)
+    child = i ^ tl.load(generators + j, mask=j < D, other=0)
+    known = real & (i >= 0) & (i < low) & (child >= low) & (child < high)
+    pair = tl.load(pairs + (child - low), mask=known, other=0x7FC000007FC00000)
+    moments += r * (2 * D) + j
+    tl.store(moments, pair.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
+    tl.store(moments + D, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=real)
+
+
 def moments_launch(parents, generators, pairs, moments, low):
     D, BM = len(generators), 16
     BN = min(256, triton.next_power_of_2(D))
     return moments_kernel, (triton.cdiv(len(parents), BM), triton.cdiv(D, BN)), dict(
         parents=parents, generators=generators, pairs=pairs, moments=moments, rows=len(parents), low=low, high=low + len(pairs),
         D=D, BM=BM, BN=BN, num_warps=4)
+
+
+@jit
+def standardise(score, i, r, rows, j, generators, moments, z, low, high, D: tl.constexpr, ROW: tl.constexpr):
+    """Store (score - mean) * rstd of the children of parents i. NaN for a wrong parent or child.
+
+    moments is a table with a row (2, D) for each parent; or, if there are generators, a pair for each feature.
+    """
+    real = (i >= 0)[:, None] & (i < low)[:, None] & (j < D)[None, :]
+    if generators is None:
+        moments += i[:, None] * (2 * D) + j[None, :]
+        mean = tl.load(moments, mask=real, other=float("nan"))
+        rstd = tl.load(moments + D, mask=real, other=float("nan"))
+    else:
+        child = i[:, None] ^ tl.load(generators + j, mask=j < D, other=0)[None, :]
+        pair = tl.load(moments + (child - low), mask=real & (child >= low) & (child < high), other=0x7FC000007FC00000)
+        mean = pair.to(tl.int32).to(tl.float32, bitcast=True)
+        rstd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(z + r[:, None] * ROW + j[None, :], (score - mean) * rstd, mask=(r[:, None] < rows) & (j[None, :] < D))
+
+
+@jit
+def halves(tile, M: tl.constexpr, N: tl.constexpr):
+    """The left and the right half of an (M, N) tile."""
+    return tile.reshape(M, 2, N // 2).permute(0, 2, 1).split()
+
+
+@jit(do_not_specialize=["rows", "low", "high"])
+def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, high, scale,
+                 P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
+    """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
+
+    A matrix product whose left side never exists: its row (n, p) is x[n] with the sign bits flipped by h_i, in
+    registers. D generators of a row of z, ROW long. For generators and moments see standardise.
+    """
+    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
+    j = tl.program_id(1) * BN + tl.arange(0, BN)
+    w = tl.arange(0, W)
+    i = tl.load(parents + r, mask=r < rows, other=0)
+    i = tl.where((i >= 0) & (i < low), i, 0).to(tl.int32)
+    words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
+    x += (r // P)[:, None] * d
+    total = tl.zeros([BM, BN], tl.float32)
+    for b in range(BITS):
+        k = b * W + w
+        piece = tl.load(x + k[None, :], mask=(r[:, None] < rows) & (k[None, :] < d), other=0.0)
+        if x.dtype.element_ty == tl.float32:
+            sign = (words << (31 - b)) & -2147483648
+            piece = (piece.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        else:
+            sign = (((words >> b) & 1) << 15).to(tl.int16)
+            piece = (piece.to(tl.int16, bitcast=True) ^ sign).to(x.dtype.element_ty, bitcast=True)
+        right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
+        if UPCAST:  # Triton's interpreter multiplies the bit patterns of bfloat16
+            piece, right = piece.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(piece, right, total, input_precision="ieee")
+    # The parents again, and by quarters: what is not needed at a time must not take registers.
+    i = tl.load(parents + r, mask=r < rows, other=-1)
+    left, right = halves(total * scale, BM, BN)
+    j = tl.program_id(1) * BN + tl.arange(0, BN // 4)
+    for half in tl.static_range(2):
+        one, two = halves(right if half else left, BM, BN // 2)
+        standardise(one, i, r, rows, j, generators, moments, z, low, high, D, ROW)
+        standardise(two, i, r, rows, j + BN // 4, generators, moments, z, low, high, D, ROW)
+        j += BN // 2
 
 
 def score_launch(x, parents, gamma, generators, moments, z, low, high):
@@ -410,57 +433,6 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high):
         x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators, moments=moments, z=z,
         rows=N * P, low=low, high=high, scale=d ** -0.5, P=P, D=D, ROW=z.stride(0), d=d, BITS=bits, W=W, BM=BM, BN=BN,
         num_warps=warps, num_stages=3 if W <= 32 else 2, UPCAST=triton.knobs.runtime.interpret and x.dtype == torch.bfloat16)
-
-
-def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None):
-    N, k = indices.shape
-    P, D = (1, z.shape[1]) if parents is None else (parents.shape[1], len(generators))
-    if k > 1024:
-        raise ValueError(f"the kernel selects at most 1024 features of a level, not {k}: lower `active`")
-    keep = k + max(16, k // 4)
-    BLOCK = max(256, triton.next_power_of_2(4 * keep))
-    S = triton.next_power_of_2(3 * keep // 2)
-    warps = 1 if BLOCK <= 512 else BLOCK // 256
-    scratch = torch.empty(N, S, dtype=torch.int64, device=z.device)
-    return select_kernel, (N,), dict(
-        z=z, mean=mean, rstd=rstd, parents=parents, generators=generators, indices=indices, coefs=coefs, scratch=scratch, k=k, keep=keep,
-        P=P, D=D, BLOCK=BLOCK, S=S, THREADS=32 * warps, num_warps=warps)
-
-
-def run(launch):
-    kernel, grid, arguments = launch
-    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
-    if 0 not in grid:
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            kernel[grid](**arguments)
-
-
-def decode_triton(indices, coefs, d, m, dtype=torch.float32):
-    y = coefs.new_empty(len(indices), d)
-    out = None if dtype == y.dtype else torch.empty_like(y, dtype=dtype)
-    run(decode_launch(indices, coefs, y, m, d ** -0.5, out))
-    return y if out is None else out
-
-
-def dot_triton(indices, x, m):
-    out = torch.empty(indices.shape, dtype=torch.float32, device=x.device)
-    run(dot_launch(indices, x, out, m))
-    return out
-
-
-def decode_like_triton(indices, coefs, x, m):
-    """y |x| / |y| in the type of x, with y = decode(indices, coefs); and for the gradient y (N, d) and |y|, |x| (N, 2)."""
-    y, out = torch.empty_like(x, dtype=torch.float32), torch.empty_like(x)
-    sizes = torch.empty(len(x), 2, device=x.device)
-    run(decode_launch(indices, coefs, y, m, x.shape[1] ** -0.5, out, x, sizes))
-    return out, y, sizes
-
-
-def decode_like_backward_triton(indices, grad, y, x, sizes, m):
-    """The gradients of decode_like_triton to coefs (N, K) and to x (N, d)."""
-    of_coefs, of_x = torch.empty(indices.shape, dtype=torch.float32, device=x.device), torch.empty_like(x)
-    run(dot_launch(indices, grad, of_coefs, m, y, x, sizes, of_x))
-    return of_coefs, of_x
 
 
 COLUMNS = 4096  # generators whose sign rows are held at a time
@@ -484,6 +456,173 @@ def score_triton(x, parents, generators, mean, rstd, low):
         run(score_launch(x, parents, gamma.t().contiguous(), None if shared else part, moments, columns, low, high))
     return z
 
+# Select
+
+
+def wide(x):
+    """The type sums are taken in: float32, or float64 for float64 (checks only)."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def magnitude(z):
+    """|z| as an integer of the same order. Every NaN is the same and above infinity, so that a token with NaN shows it."""
+    if z.dtype == torch.float64:
+        return z.abs().view(torch.int64).clamp(max=0x7FF8 << 48)
+    return z.abs().view(torch.int32).clamp(max=0x7FC00000)
+
+
+def select_reference(z, parents, generators, k):
+    """Sort by index, drop repeats, then sort by |z|: both sorts stable, so ties go to the lower index."""
+    children, size = (parents[:, :, None] ^ generators).flatten(1), magnitude(z)
+    order = size.argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, children.gather(1, order).argsort(dim=1, stable=True))
+    children, size = children.gather(1, order), size.gather(1, order)  # by index, the largest copy first
+    size[:, 1:].masked_fill_(children[:, 1:] == children[:, :-1], -1)
+    best = size.argsort(dim=1, descending=True, stable=True)[:, :k]
+    order, children, size = order.gather(1, best), children.gather(1, best), size.gather(1, best)
+    return children, z.gather(1, order).masked_fill(size < 0, 0)
+
+
+def basis_reference(x, mean, rstd, k):
+    z, d = (wide(x) - mean) * rstd, x.shape[1]
+    return select_reference(z, torch.zeros(len(x), 1, dtype=torch.int64, device=x.device), torch.arange(d, device=x.device), k)
+
+
+@jit
+def magnitude_bits(z):
+    """|z| as an integer of the same order, every NaN alike and largest."""
+    return tl.minimum(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FC00000)
+
+
+@jit
+def candidate_scores(z, mean, rstd, c, live):
+    """z of candidates c; if moments are given, z is the input and its coordinates are standardised here."""
+    value = tl.load(z + c, mask=live, other=0.0).to(tl.float32)
+    if mean is not None:
+        value = (value - tl.load(mean + c, mask=live, other=0.0)) * tl.load(rstd + c, mask=live, other=0.0)
+    return value
+
+
+@jit
+def sort_keys(value, parents, generators, c, live, D: tl.constexpr):
+    """(|z|, lower index first, sign) of candidates c in one sortable integer: -1 where not live."""
+    i = c
+    if parents is not None:
+        i = tl.load(parents + c // D, mask=live, other=0).to(tl.int32)
+        i ^= tl.load(generators + c % D, mask=live, other=0).to(tl.int32)
+    key = (magnitude_bits(value).to(tl.int64) << 32) | ((0x7FFFFFFF - i).to(tl.int64) << 1)
+    return tl.where(live, key | ((value.to(tl.int32, bitcast=True) >> 31) & 1), -1)
+
+
+@jit
+def key_index(key):
+    return 0x7FFFFFFF - ((key >> 1) & 0x7FFFFFFF)
+
+
+@jit
+def key_value(key):
+    return ((key >> 32) | ((key & 1) << 31)).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit(do_not_specialize=["k", "keep"])
+def select_kernel(z, mean, rstd, parents, generators, indices, coefs, scratch, k, keep,
+                  P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, THREADS: tl.constexpr):
+    """The k distinct candidates of a token with the largest |z|, largest first, ties to the lower index.
+
+    The candidates are dealt to BLOCK groups. A threshold that `keep` group maxima reach is reached by at least
+    `keep` candidates and hardly more: those are listed in scratch, sorted, and freed of repeats. Where that
+    leaves fewer than k, or more than S were listed (many ties), the next largest is looked for k times over.
+    Without parents candidate c is feature c.
+    """
+    C: tl.constexpr = P * D
+    n = tl.program_id(0).to(tl.int64)
+    z += n * C
+    if parents is not None:
+        parents += n * P
+    scratch += n * S
+    lane = tl.max_contiguous(tl.arange(0, BLOCK), 1)  # one at a time: a list is then written by the threads that read z
+    slot = tl.arange(0, S)
+
+    top = tl.zeros([BLOCK], tl.uint32)  # |z| without its sign bit, shifted: one instruction that the multiplier may take
+    for start in range(0, C, BLOCK):
+        c = start + lane
+        size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
+        top = tl.maximum(top, size)
+    top = tl.where(lane < C, tl.minimum((top >> 1).to(tl.int32), 0x7FC00000), -1)  # as magnitude_bits
+    below = tl.max(top, 0) + 1  # no group reaches this; at least `keep`, or all there are, reach the threshold
+    threshold = below * 0
+    reached = threshold + BLOCK
+    stride = threshold + (1 << 23)  # the threshold is seldom below half of the largest: look there first
+    while (below - threshold > 1) & (reached > keep + keep // 8):
+        middle = tl.maximum(threshold + (below - threshold) // 2, below - stride)
+        count = tl.sum((top >= middle).to(tl.int32), 0)
+        stride = tl.where(count >= keep, stride, 2 * tl.minimum(stride, 1 << 29))
+        below = tl.where(count >= keep, below, middle)
+        threshold = tl.where(count >= keep, middle, threshold)
+        reached = tl.where(count >= keep, count, reached)
+
+    listed = threshold * 0
+    places = scratch.to(tl.pointer_type(tl.int32))
+    for first in range(0, C, 16 * BLOCK):
+        hits = tl.zeros([BLOCK], tl.int32)  # of a group's next 16: which reach the threshold, and above bit 16 how many
+        for turn in range(min(16, (C + BLOCK - 1) // BLOCK)):
+            c = first + turn * BLOCK + lane
+            size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
+            hits += tl.where((size >= threshold.to(tl.uint32) << 1) & (c < C), (1 << turn) + 65536, 0)
+        many = (hits >> 16).reshape(BLOCK // THREADS, THREADS)  # a column is a thread's own: added up there, then over threads
+        column = tl.sum(many, 0)
+        to = (listed + (tl.cumsum(column, 0) - column)[None, :] + tl.cumsum(many, 0) - many).reshape(BLOCK)
+        listed += tl.sum(column, 0)
+        hits &= 65535
+        while tl.max(hits, 0) > 0:  # a group seldom has more than two
+            bit = hits & -hits
+            c = first + ((bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127) * BLOCK + lane
+            tl.store(places + to, c, mask=(hits > 0) & (to < S))
+            to += 1
+            hits ^= bit
+    tl.debug_barrier()  # scratch is written and read by different threads
+    live = slot < listed
+    chosen = tl.load(places + slot, mask=live, other=0)
+    key = sort_keys(candidate_scores(z, mean, rstd, chosen, live), parents, generators, chosen, live, D)
+    key = tl.sort(key, descending=True)
+    tl.debug_barrier()  # all have read the list before the keys overwrite it
+    tl.store(scratch + slot, key)
+    tl.debug_barrier()
+    before = tl.load(scratch + slot - 1, mask=slot > 0, other=-1)
+    fresh = (live & (key != before)).to(tl.int32)
+    rank = tl.cumsum(fresh, 0) - 1
+    found = tl.sum(fresh, 0)
+    if (listed <= S) & (found >= k):
+        tl.store(indices + n * k + rank, key_index(key).to(tl.int64), mask=(fresh > 0) & (rank < k))
+        tl.store(coefs + n * k + rank, key_value(key), mask=(fresh > 0) & (rank < k))
+    else:
+        last = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+        for place in range(k):
+            best = tl.full([], -1, tl.int64)
+            for start in range(0, C, BLOCK):
+                c = start + lane
+                keys = sort_keys(candidate_scores(z, mean, rstd, c, c < C), parents, generators, c, c < C, D)
+                best = tl.maximum(best, tl.max(tl.where(keys < last, keys, -1), 0))
+            value = tl.where(best < 0, 0.0, key_value(best))  # fewer than k distinct: repeat the last, at zero
+            last = tl.where(best < 0, last, best)
+            tl.store(indices + n * k + place, key_index(last).to(tl.int64))
+            tl.store(coefs + n * k + place, value)
+
+
+def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None):
+    N, k = indices.shape
+    P, D = (1, z.shape[1]) if parents is None else (parents.shape[1], len(generators))
+    if k > 1024:
+        raise ValueError(f"the kernel selects at most 1024 features of a level, not {k}: lower `active`")
+    keep = k + max(16, k // 4)
+    BLOCK = max(256, triton.next_power_of_2(4 * keep))
+    S = triton.next_power_of_2(3 * keep // 2)
+    warps = 1 if BLOCK <= 512 else BLOCK // 256
+    scratch = torch.empty(N, S, dtype=torch.int64, device=z.device)
+    return select_kernel, (N,), dict(
+        z=z, mean=mean, rstd=rstd, parents=parents, generators=generators, indices=indices, coefs=coefs, scratch=scratch, k=k, keep=keep,
+        P=P, D=D, BLOCK=BLOCK, S=S, THREADS=32 * warps, num_warps=warps)
+
 
 def select_triton(z, parents, generators, k):
     indices = torch.empty(len(z), k, dtype=torch.int64, device=z.device)
@@ -499,97 +638,20 @@ def basis_triton(x, mean, rstd, k):
     run(select_launch(x, None, None, indices, coefs, mean, rstd))
     return indices, coefs
 
-
-# Compiling for GPUs that are not here
-
-SHARED_LIMIT = {80: 163, 90: 227, 100: 227, 120: 99}  # KiB of shared memory that one program may use
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+# Collect: the sums that the running moments are made of. Its tokens are few, so plain torch serves a GPU too.
 
 
-def paper_launches(dtype=torch.bfloat16, tokens=2):
-    """Every kernel at every shape of the paper's models: (shape, launch)."""
-    for d, t in (1024, 10), (2048, 11):
-        x, y, sizes = torch.empty(tokens, d, dtype=dtype), torch.empty(tokens, d), torch.empty(tokens, 2)
-        bits, active, D = (t, 15, 17), (16, 32, 64), 256
-        for levels in 2, 3:
-            K, m = sum(active[:levels]), 2 ** bits[levels - 1]
-            indices, coefs = torch.empty(tokens, K, dtype=torch.int64), torch.empty(tokens, K)
-            yield f"d={d} K={K} like x", decode_launch(indices, coefs, y, m, 1.0, x, x, sizes)
-            yield f"d={d} K={K}", decode_launch(indices, coefs, y, m, 1.0, x)
-            yield f"d={d} K={K}", dot_launch(indices, x, coefs, m)
-            yield f"d={d} K={K} like x", dot_launch(indices, x, coefs, m, y, x, sizes, x)
-        for level, k in enumerate(active):
-            indices, coefs = torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k)
-            if level == 0:
-                yield f"d={d} C={d} k={k}", select_launch(x, None, None, indices, coefs, torch.empty(d), torch.empty(d))
-                continue
-            P, low = active[level - 1], 2 ** bits[level - 1]
-            parents, generators = torch.empty(tokens, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64)
-            gamma, pairs = torch.empty(d, D, dtype=dtype), torch.empty(2 * low, dtype=torch.int64)
-            z, moments = torch.empty(tokens, P * D), torch.empty(low, 2, D)
-            yield f"d={d} D={D}", moments_launch(parents.flatten(), generators, pairs, moments, low)
-            yield f"d={d} P={P} D={D}", score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 * low)
-            yield f"d={d} C={P * D} k={k}", select_launch(z, parents, generators, indices, coefs)
-        for m, k in (2 ** 15, 48), (2 ** 17, 112):  # flat: all features are children of feature 0
-            parents, generators = torch.empty(tokens, 1, dtype=torch.int64), torch.empty(m - d, dtype=torch.int64)
-            z, pairs, gamma = torch.empty(tokens, m - d), torch.empty(m - d, dtype=torch.int64), torch.empty(d, COLUMNS, dtype=dtype)
-            yield f"d={d} flat m={m}", score_launch(x, parents, gamma, generators[:COLUMNS], pairs, z[:, :COLUMNS], d, m)
-            yield f"d={d} flat m={m} k={k}", select_launch(
-                z, parents, generators, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
+def collect_reference(z, parents, generators, sums):
+    """Sort by index, so that repeats are neighbours: the first of them counts. Its cost does not depend on m.
+
+    A GPU adds up in any order, and in a fixed one under torch.use_deterministic_algorithms.
+    """
+    children, order = (parents[:, :, None] ^ generators).flatten(1).sort(dim=1, stable=True)
+    first = F.pad(children[:, 1:] != children[:, :-1], (1, 0), value=True)
+    z = z.gather(1, order).masked_fill(~first, 0)
+    sums.index_add_(0, children.flatten(), torch.stack([first.to(z.dtype), z, z * z], -1).flatten(0, 1))
 
 
-def machine_code(launch, capability):
-    """A launch compiled for a compute capability, without such a GPU: (the binary, its bytes of shared memory)."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel, _, arguments = launch
-    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
-    signature, constants, aligned = {}, {}, {}
-    for position, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = TYPES[value.dtype]
-            aligned[(position,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(kernel, signature, constants, aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return binary.asm["cubin"], binary.metadata.shared
-
-
-def cuobjdump(cubin, option):
-    """What NVIDIA's tool, which comes with Triton, says about a binary."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-        return subprocess.run([tool, option, file.name], check=True, capture_output=True, text=True).stdout
-
-
-def compile_for(launch, capability):
-    """What a launch needs on a compute capability: (registers, stack, local, shared bytes)."""
-    cubin, shared = machine_code(launch, capability)
-    text = cuobjdump(cubin, "--dump-resource-usage")
-    registers, stack, local = (int(re.search(rf"{word}:(\d+)", text[text.index("Function"):])[1])
-                               for word in ("REG", "STACK", "LOCAL"))
-    return registers, stack, local, shared
-
-
-def compile_all():
-    if triton is None:
-        raise SystemExit("kernels.py: triton is not installed (it exists for Linux only): pip install triton==3.7.1")
-    print(f"{'kernel':14} {'shape':22} {'target':>7} {'warps':>5} {'registers':>9} {'stack':>5} {'local':>5} {'shared':>9}")
-    wrong = 0
-    for shape, launch in paper_launches():
-        for capability, limit in SHARED_LIMIT.items():
-            registers, stack, local, shared = compile_for(launch, capability)
-            bad = stack or local or shared > limit * 1024
-            wrong += bool(bad)
-            print(f"{launch[0].__name__:14} {shape:22} {'sm_' + str(capability):>7} {launch[2]['num_warps']:5} {registers:9} "
-                  f"{stack:5} {local:5} {shared / 1024:5.1f} KiB{'  <- too much' if bad else ''}", flush=True)
-    print(f"{wrong} of these use stack, local memory or more shared memory than the card has" if wrong else
-          "no stack, no local memory, shared memory within each card's limit")
-    raise SystemExit(wrong > 0)
+if __name__ == "__main__":
+    import aot
+    aot.main()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpb import Code, DeepParityBottleneck, reconstruction_loss, variance_loss
-from ops import rescale
+from kernels import rescale
 
 BOTTLENECKS = ("none", "parity", "topk")
 SITES = ("mlp", "attention")

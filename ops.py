@@ -1,141 +1,29 @@
-"""The operations of the bottleneck, each as a plain torch reference, in C (kernels_cpu.py) and as a Triton kernel (kernels.py).
+"""The bottleneck's operations as torch operators, differentiable and checked, on the path that is fastest where they run.
 
-    parity_decode(indices, coefs, d)      y[n]    = sum_k coefs[n, k] phi_{indices[n, k]}        (N, K) -> (N, d)
-    parity_dot(indices, x)                s[n, k] = <phi_{indices[n, k]}, x[n]>                  (N, d) -> (N, K)
-    score_children(x, parents, ...)       z of every child i ^ g of every parent i               (N, d) -> (N, P*D)
+    parity_decode(indices, coefs, d)      sum of coefficient times dictionary row                (N, K) -> (N, d)
+    parity_dot(indices, x)                inner products with dictionary rows                    (N, d) -> (N, K)
+    score_children(x, parents, ...)       z of every child of every parent                       (N, d) -> (N, P*D)
     select_distinct(z, ...)               the k distinct children with the largest |z|           (N, P*D) -> (N, k)
+    search_children(x, parents, ...)      both in one: the (N, P*D) scores never exist for all tokens
+    search_basis(x, ...)                  the same for level 0, whose scores are the coordinates
 
-phi_i is a row of the dictionary of kloosterman.py: a sign vector over sqrt(d), or e_i below d. Decode and dot are
-each other's gradient. `search_children` is score and select in one, without the (N, P*D) scores ever existing
-for all tokens, `search_basis` the same for level 0. The references are the specification: every other path is tested against them.
-
-Letters: N tokens, d width, K features per token, P parents, D generators, m = features in all, and a level's
-features are low .. low + len(mean) - 1.
-
-    python kernels.py        compiles every kernel for real GPUs, without one, and prints what each needs
+Each has a plain torch reference and a Triton kernel in kernels.py, which has the equations and the letters, and a
+function in C in kernels_cpu.py. All give the same result: `backend` picks.
 """
 import functools
 import math
 import warnings
 from typing import Optional
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
-from kernels_cpu import (basis_c, chunks, collect_c, decode_c, decode_like_backward_c, decode_like_c, dot_c, has_library,
-                         score_product_c, search_transform_c, select_c)
-from kernels import (basis_triton, compile_all, decode_like_backward_triton, decode_like_triton, decode_triton, dot_triton, score_triton,
-                         select_triton, triton)
-from kloosterman import log2_width, seed_matrix
+import kernels
+import kernels_cpu
+from kernels import rescale, triton, wide
+from kernels_cpu import chunks, has_library
+from kloosterman import log2_width
 
 BACKEND = None  # None picks by device; "reference", "c" or "triton" forces one path (tests do)
-
-
-# References
-
-
-@functools.lru_cache(maxsize=None)
-def seed(d, device):
-    """The seed matrix M as a tensor: d words of 2t bits."""
-    return torch.from_numpy(seed_matrix(d).astype(np.int64)).to(device)
-
-
-def sign_rows(indices, d, dtype=torch.float32):
-    """sqrt(d) * h_i for every index: (...) -> (..., d)."""
-    bits = indices.long()[..., None] & seed(d, indices.device)
-    for shift in (16, 8, 4, 2, 1):
-        bits = bits ^ bits >> shift
-    return (1 - 2 * (bits & 1)).to(dtype)
-
-
-def decode_reference(indices, coefs, d):
-    h = sign_rows(indices, d, coefs.dtype) / math.sqrt(d)  # (N, K, d)
-    y = torch.einsum("nkd,nk->nd", h, coefs.masked_fill(indices < d, 0))
-    return y.scatter_add(1, indices.clamp(max=d - 1), coefs.masked_fill(indices >= d, 0))
-
-
-def dot_reference(indices, x):
-    d = x.shape[1]
-    h = sign_rows(indices, d, x.dtype) / math.sqrt(d)  # (N, K, d)
-    return torch.where(indices < d, x.gather(1, indices.clamp(max=d - 1)), torch.einsum("nkd,nd->nk", h, x))
-
-
-def score_reference(x, parents, generators, mean, rstd, low):
-    children = (parents[:, :, None] ^ generators).flatten(1)  # (N, P*D)
-    return (dot_reference(children, x) - mean[children - low]) * rstd[children - low]
-
-
-def score_product(x, parents, generators, mean, rstd, low):
-    """The same, faster: <h_{i ^ g}, x> = <Gamma_g, h_i * x>, one matrix Gamma for all parents."""
-    d, children = x.shape[1], (parents[:, :, None] ^ generators) - low  # (N, P, D)
-    scores = sign_rows(parents, d, x.dtype).mul_(x[:, None]) @ sign_rows(generators, d, x.dtype).t() / math.sqrt(d)
-    return ((scores - mean[children]) * rstd[children]).flatten(1)
-
-
-def select_reference(z, parents, generators, k):
-    """Sort by index, drop repeats, then sort by |z|: both sorts stable, so ties go to the lower index."""
-    children, size = (parents[:, :, None] ^ generators).flatten(1), magnitude(z)
-    order = size.argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, children.gather(1, order).argsort(dim=1, stable=True))
-    children, size = children.gather(1, order), size.gather(1, order)  # by index, the largest copy first
-    size[:, 1:].masked_fill_(children[:, 1:] == children[:, :-1], -1)
-    best = size.argsort(dim=1, descending=True, stable=True)[:, :k]
-    order, children, size = order.gather(1, best), children.gather(1, best), size.gather(1, best)
-    return children, z.gather(1, order).masked_fill(size < 0, 0)
-
-
-def basis_reference(x, mean, rstd, k):
-    z, d = (wide(x) - mean) * rstd, x.shape[1]
-    return select_reference(z, torch.zeros(len(x), 1, dtype=torch.int64, device=x.device), torch.arange(d, device=x.device), k)
-
-
-def collect_reference(z, parents, generators, sums):
-    """Sort by index, so that repeats are neighbours: the first of them counts. Its cost does not depend on m.
-
-    A GPU adds up in any order, and in a fixed one under torch.use_deterministic_algorithms.
-    """
-    children, order = (parents[:, :, None] ^ generators).flatten(1).sort(dim=1, stable=True)
-    first = F.pad(children[:, 1:] != children[:, :-1], (1, 0), value=True)
-    z = z.gather(1, order).masked_fill(~first, 0)
-    sums.index_add_(0, children.flatten(), torch.stack([first.to(z.dtype), z, z * z], -1).flatten(0, 1))
-
-
-class Rescale(torch.autograd.Function):
-    """y with the norm and the type of x, row by row: y |x| / |y|; zero where either is zero.
-
-    With u = y / |y|, the gradients of g are |x| / |y| (g - u <u, g>) to y and <u, g> x / |x| to x. Only y, x and the norms
-    are kept for them. Norms are taken in float64, where no float32 overflows or vanishes.
-    """
-
-    @staticmethod
-    def forward(ctx, y, x):
-        sizes = [torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for v in (y, x)]  # (..., 1)
-        ctx.save_for_backward(y, x, *sizes)
-        return (y * Rescale.ratio(*reversed(sizes), y)).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        y, x, of_y, of_x = ctx.saved_tensors
-        grad, one = grad.to(y.dtype), torch.ones_like(of_y)
-        u = y * Rescale.ratio(one, of_y, y)
-        along = (u * grad).sum(-1, keepdim=True)
-        return torch.addcmul(grad, u, -along).mul_(Rescale.ratio(of_x, of_y, y)), (x * (along * Rescale.ratio(one, of_x, y))).to(x.dtype)
-
-    @staticmethod
-    def ratio(above, below, like):
-        """above / below, or above / 1 where below is zero."""
-        return (above / torch.where(below == 0, 1, below)).to(like.dtype)
-
-
-rescale = Rescale.apply
-
-
-def magnitude(z):
-    """|z| as an integer of the same order. Every NaN is the same and above infinity, so that a token with NaN shows it."""
-    if z.dtype == torch.float64:
-        return z.abs().view(torch.int64).clamp(max=0x7FF8 << 48)
-    return z.abs().view(torch.int32).clamp(max=0x7FC00000)
 
 
 # Custom operators: opaque to torch.compile, with shapes for tracing and gradients for autograd.
@@ -157,11 +45,6 @@ def backend(x):
 @functools.lru_cache(maxsize=None)
 def warn_once(text):
     warnings.warn(text, stacklevel=3)
-
-
-def wide(x):
-    """The type sums are taken in: float32, or float64 for float64 (checks only)."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def exact(operation):
@@ -194,24 +77,24 @@ def decode_op(indices: torch.Tensor, coefs: torch.Tensor, d: int, m: int, dtype:
     check_range("feature indices", indices, 0, m)
     path, dtype = backend(coefs), dtype or coefs.dtype
     if path == "triton":
-        return decode_triton(indices.contiguous(), coefs.contiguous(), d, m, dtype)
+        return kernels.decode_triton(indices.contiguous(), coefs.contiguous(), d, m, dtype)
     if path == "c":
-        return decode_c(indices.contiguous(), coefs.contiguous(), d, m).to(dtype)
-    return by_chunks(decode_reference, (indices, coefs), indices.shape[1] * d, d).to(dtype)
+        return kernels_cpu.decode_c(indices.contiguous(), coefs.contiguous(), d, m).to(dtype)
+    return by_chunks(kernels.decode_reference, (indices, coefs), indices.shape[1] * d, d).to(dtype)
 
 
 @torch.library.custom_op("parity::decode_like", mutates_args=())
 def decode_like_op(indices: torch.Tensor, coefs: torch.Tensor, like: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The result; what it was before it was scaled (no rows in C, whose gradient needs the result only); the norms of that and of `like`."""
     check_range("feature indices", indices, 0, m)
-    way = decode_like_c if backend(like) == "c" else decode_like_triton
+    way = kernels_cpu.decode_like_c if backend(like) == "c" else kernels.decode_like_triton
     return way(indices.contiguous(), coefs.contiguous(), like.contiguous(), m)
 
 
 @torch.library.custom_op("parity::decode_like_backward", mutates_args=())
 def decode_like_backward_op(indices: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, like: torch.Tensor, norms: torch.Tensor,
                             m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    way = decode_like_backward_c if backend(like) == "c" else decode_like_backward_triton
+    way = kernels_cpu.decode_like_backward_c if backend(like) == "c" else kernels.decode_like_backward_triton
     return way(indices.contiguous(), grad.contiguous(), y, like.contiguous(), norms, m)
 
 
@@ -221,8 +104,8 @@ def dot_op(indices: torch.Tensor, x: torch.Tensor, m: int) -> torch.Tensor:
     check_range("feature indices", indices, 0, m)
     path = backend(x)
     if path == "reference":
-        return by_chunks(dot_reference, (indices, wide(x)), indices.shape[1] * x.shape[1])
-    return dot_c(indices.contiguous(), wide(x).contiguous(), m) if path == "c" else dot_triton(indices.contiguous(), x.contiguous(), m)
+        return by_chunks(kernels.dot_reference, (indices, wide(x)), indices.shape[1] * x.shape[1])
+    return kernels_cpu.dot_c(indices.contiguous(), wide(x).contiguous(), m) if path == "c" else kernels.dot_triton(indices.contiguous(), x.contiguous(), m)
 
 
 @torch.library.custom_op("parity::score", mutates_args=())
@@ -232,7 +115,7 @@ def score_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, m
     check_range("parents", parents, 0, low)
     check_range("generators", generators, low, low + len(mean))
     if backend(x) == "c" and method == "transform":
-        return search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low, 1, torch.arange(len(x)))[2]
+        return kernels_cpu.search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low, 1, torch.arange(len(x)))[2]
     return score(x, parents, generators, mean, rstd, low)
 
 
@@ -240,10 +123,10 @@ def score(x, parents, generators, mean, rstd, low):
     level = generators, mean, rstd, low
     path = backend(x)
     if path == "reference":
-        return by_chunks(score_product, (wide(x), parents), parents.shape[1] * (len(generators) + x.shape[1]), *level)
+        return by_chunks(kernels.score_product, (wide(x), parents), parents.shape[1] * (len(generators) + x.shape[1]), *level)
     if path == "c":
-        return score_product_c(wide(x).contiguous(), parents.contiguous(), *level)
-    return score_triton(x.contiguous(), parents.contiguous(), *level)
+        return kernels_cpu.score_product_c(wide(x).contiguous(), parents.contiguous(), *level)
+    return kernels.score_triton(x.contiguous(), parents.contiguous(), *level)
 
 
 @torch.library.custom_op("parity::select", mutates_args=())
@@ -252,7 +135,7 @@ def select_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, 
 
 
 def select(z, parents, generators, k):
-    way = {"reference": select_reference, "c": select_c, "triton": select_triton}[backend(z)]
+    way = {"reference": kernels.select_reference, "c": kernels_cpu.select_c, "triton": kernels.select_triton}[backend(z)]
     return way(z.contiguous(), parents.contiguous(), generators, k)
 
 
@@ -260,8 +143,8 @@ def select(z, parents, generators, k):
 def basis_op(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     path = backend(x)
     if path == "triton":
-        return basis_triton(x.contiguous(), mean, rstd, k)
-    return (basis_c if path == "c" else basis_reference)(wide(x).contiguous(), mean, rstd, k)
+        return kernels.basis_triton(x.contiguous(), mean, rstd, k)
+    return (kernels_cpu.basis_c if path == "c" else kernels.basis_reference)(wide(x).contiguous(), mean, rstd, k)
 
 
 @torch.library.custom_op("parity::search", mutates_args=())
@@ -271,7 +154,7 @@ def search_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, 
     check_range("parents", parents, 0, low)
     check_range("generators", generators, low, low + len(mean))
     if backend(x) == "c" and method == "transform":
-        return search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low, k, rows)
+        return kernels_cpu.search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low, k, rows)
     C = parents.shape[1] * len(generators)
     indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
     coefs = torch.empty(len(x), k, dtype=wide(x[:0]).dtype, device=x.device)
@@ -290,9 +173,9 @@ def collect_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor,
     check_range("parents", parents, 0, m)
     check_range("generators", generators, 0, m)  # m is a power of two, so that children lie below it, too
     if backend(z) == "c":
-        collect_c(z, parents, generators, sums)
+        kernels_cpu.collect_c(z, parents, generators, sums)
     else:
-        collect_reference(z, parents, generators, sums)
+        kernels.collect_reference(z, parents, generators, sums)
 
 
 @torch.library.custom_op("parity::attach", mutates_args=())
@@ -569,7 +452,3 @@ def search_children(x, parents, generators, mean, rstd, low, k, method="auto", r
     none = torch.empty(0, dtype=torch.int64, device=x.device)
     found = search_op(*level, k, none if rows is None else rows, method)
     return found[:2] if rows is None else found
-
-
-if __name__ == "__main__":
-    compile_all()

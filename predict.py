@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+import aot
 import kernels
 from config import load
 from kloosterman import packing
@@ -239,9 +240,9 @@ def dense_flops(config):
 
 def analyse(kernel, capability):
     """What a kernel takes of an SM, and the warp instructions of a token."""
-    cubin, shared = kernels.machine_code(kernel.launch, capability)
-    registers = int(re.search(r"REG:(\d+)", kernels.cuobjdump(cubin, "--dump-resource-usage").partition("Function")[2])[1])
-    code, (_, grid, arguments) = parse(kernels.cuobjdump(cubin, "-sass")), kernel.launch
+    cubin, shared = aot.machine_code(kernel.launch, capability)
+    registers = int(re.search(r"REG:(\d+)", aot.cuobjdump(cubin, "--dump-resource-usage").partition("Function")[2])[1])
+    code, (_, grid, arguments) = parse(aot.cuobjdump(cubin, "-sass")), kernel.launch
     times, loops = executions(code, kernel.loops, kernel.share)
     each = math.prod(grid) * arguments["num_warps"] / kernel.tokens  # warps a token
     return dict(registers=registers, shared=shared, warps_per_sm=occupancy(registers, shared, arguments["num_warps"]), loops=loops,

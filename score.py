@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ops import chunks
 from model import Cache
+from ops import chunks
 from train import all_reduce
 
 STEP = 16  # tokens: with longer steps more questions share a pass, but their answers share less

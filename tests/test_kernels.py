@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-import ops
-import kernels_cpu
 import kernels
+import kernels_cpu
+import ops
 from conftest import force_path
 from kloosterman import sign_vectors
 
@@ -83,13 +83,13 @@ def test_decode_and_dot_equal_reference(use, path, N, d, m, K):
     y, s = ops.parity_decode(indices, coefs, d, m), ops.parity_dot(indices, x, m)
     assert y.shape == (N, d) and s.shape == (N, K) and y.dtype == s.dtype == torch.float32
     if N:
-        assert_as_exact_as_torch(y, ops.decode_reference(indices, coefs, d), ops.decode_reference(indices, coefs.double(), d))
-        assert_as_exact_as_torch(s, ops.dot_reference(indices, x), ops.dot_reference(indices, x.double()))
+        assert_as_exact_as_torch(y, kernels.decode_reference(indices, coefs, d), kernels.decode_reference(indices, coefs.double(), d))
+        assert_as_exact_as_torch(s, kernels.dot_reference(indices, x), kernels.dot_reference(indices, x.double()))
 
 
 def rescaled(indices, coefs, x):
     """y |x| / |y| with y = decode(indices, coefs), or zero where one is zero."""
-    y = ops.decode_reference(indices, coefs, x.shape[1])
+    y = kernels.decode_reference(indices, coefs, x.shape[1])
     of_y, of_x = (v.norm(dim=1, keepdim=True) for v in (y, x))
     return y * (of_x / torch.where(of_y == 0, 1, of_y))
 
@@ -114,7 +114,7 @@ def test_decode_to_the_norm_of_x(use, path, N, d, m, K, dtype):
         out = rescaled(indices, c, v)
         results += [out, *torch.autograd.grad(out, (c, v), grad.to(kind))]
     if N:  # the interpreter cuts bfloat16 off where a GPU rounds: within the last bit
-        of_y, of_x, of_grad = (v.detach().double().norm(dim=1) for v in (ops.decode_reference(indices, coefs, d), x, grad))
+        of_y, of_x, of_grad = (v.detach().double().norm(dim=1) for v in (kernels.decode_reference(indices, coefs, d), x, grad))
         sizes = 0.0, (of_grad * of_x / of_y).max(), 0.0  # with K = 1 the gradient of the coefficient is a difference of equals
         for value, one, two, size in zip(got, plain, exact, sizes):
             assert_as_exact_as_torch(value, one.to(value.dtype), two, size)
@@ -141,8 +141,8 @@ def test_wrong_values_stay_in_their_token(use):
     for change in (lambda i, c, v: i[1].fill_(-1), lambda i, c, v: c[1].fill_(float("nan")), lambda i, c, v: v[1].fill_(float("inf"))):
         arguments = indices.clone(), coefs.clone(), x.clone()
         change(*arguments)
-        y, *saved = ops.decode_like_triton(*arguments, 1024)
-        of_c, of_x = ops.decode_like_backward_triton(arguments[0], grad, saved[0], arguments[2], saved[1], 1024)
+        y, *saved = kernels.decode_like_triton(*arguments, 1024)
+        of_c, of_x = kernels.decode_like_backward_triton(arguments[0], grad, saved[0], arguments[2], saved[1], 1024)
         for v in y, of_c, of_x:
             assert not torch.isfinite(v[1]).any() and torch.isfinite(v[[0, 2]]).all()
 
@@ -165,9 +165,9 @@ def test_half_precision_in_float32_sums(use, path, dtype):
     use(path)
     y, s = ops.parity_decode(indices, coefs, 128), ops.parity_dot(indices, x)
     assert y.dtype == dtype and s.dtype == torch.float32
-    exact = ops.decode_reference(indices, coefs.double(), 128)
+    exact = kernels.decode_reference(indices, coefs.double(), 128)
     assert_as_exact_as_torch(y, exact.to(dtype), exact)  # one rounding, at the end
-    assert_as_exact_as_torch(s, ops.dot_reference(indices, x.float()), ops.dot_reference(indices, x.double()))
+    assert_as_exact_as_torch(s, kernels.dot_reference(indices, x.float()), kernels.dot_reference(indices, x.double()))
 
 
 @pytest.mark.parametrize("path", ["reference", "c"])
@@ -210,16 +210,16 @@ def test_scores_equal_reference(use, path, method, d, m, N, P, D, low):
     z = ops.score_children(*arguments, method)
     assert z.shape == (N, P * len(rest[1])) and z.dtype == torch.float32
     if N:
-        exact = ops.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
-        assert_as_exact_as_torch(z, ops.score_reference(x, *rest), exact)
+        exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+        assert_as_exact_as_torch(z, kernels.score_reference(x, *rest), exact)
 
 
 def test_transform_of_a_million_features(use):
     """More than 512 patterns: the second block of their words."""
     x, *rest = arguments = level(1024, 2 ** 20, 2, 2, 40, low=2 ** 19)
     use("c")
-    exact = ops.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
-    assert_as_exact_as_torch(ops.score_children(*arguments, "transform"), ops.score_reference(x, *rest), exact)
+    exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+    assert_as_exact_as_torch(ops.score_children(*arguments, "transform"), kernels.score_reference(x, *rest), exact)
 
 
 @pytest.mark.parametrize("path, method", [("c", "gemm"), ("c", "transform"), ("triton", "gemm")])
@@ -228,8 +228,8 @@ def test_scores_of_half_precision_inputs(use, path, method, dtype):
     x, *rest = level(64, 1024, 5, 3, 20, dtype=dtype)
     use(path)
     z = ops.score_children(x, *rest, method)
-    exact = ops.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
-    assert_as_exact_as_torch(z, ops.score_reference(x.float(), *rest), exact)
+    exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+    assert_as_exact_as_torch(z, kernels.score_reference(x.float(), *rest), exact)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -272,7 +272,7 @@ def test_level_0_selects_the_largest_standardised_coordinates(use, path, N, d, k
                        (torch.zeros(N, d), (mean * 0, rstd)), (torch.randn(N, d, generator=rng).where(torch.arange(d) != 5, float("nan")), (mean, rstd))):
         x = x.to(dtype)
         z = (x.float() - moments[0]) * moments[1]
-        expected = ops.select_reference(z, torch.zeros(N, 1, dtype=torch.int64), torch.arange(d), k)
+        expected = kernels.select_reference(z, torch.zeros(N, 1, dtype=torch.int64), torch.arange(d), k)
         for got, want in zip(ops.search_basis(x, *moments, k), expected):
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
@@ -329,7 +329,7 @@ def test_gradient_of_scores_equals_autograd_through_the_reference(use, path, met
     use(path)
     z = ops.score_children(x, *rest, method)
     grad = torch.randn(z.shape)
-    expected = torch.autograd.grad(ops.score_reference(x, *rest), x, grad)[0]
+    expected = torch.autograd.grad(kernels.score_reference(x, *rest), x, grad)[0]
     torch.testing.assert_close(torch.autograd.grad(z, x, grad)[0], expected)
 
 
@@ -414,16 +414,16 @@ def test_an_index_out_of_range_is_nan_for_its_token_in_the_kernels(wrong):
     """On a GPU nobody looks at the indices before the kernel does."""
     indices, coefs, x = torch.full((3, 2), 70), torch.ones(3, 2), torch.ones(3, 64)
     indices[1, 0] = wrong
-    y, s = ops.decode_triton(indices, coefs, 64, 1024), ops.dot_triton(indices, x, 1024)
+    y, s = kernels.decode_triton(indices, coefs, 64, 1024), kernels.dot_triton(indices, x, 1024)
     assert torch.isnan(y[1]).all() and torch.isfinite(y[[0, 2]]).all()
     assert torch.isnan(s[1, 0]) and torch.isfinite(s[[0, 2]]).all()
     x, parents, *rest = level(64, 1024, 3, 3, 20)
     parents[1, 2] = wrong
-    z = ops.score_triton(x, parents, *rest).view(3, 3, -1)
+    z = kernels.score_triton(x, parents, *rest).view(3, 3, -1)
     assert torch.isnan(z[1, 2]).all() and torch.isnan(z).sum() == z.shape[2]
     x, parents, generators, *rest = level(64, 1024, 3, 3, 20)
     generators[4] = wrong
-    z = ops.score_triton(x, parents, generators, *rest).view(3, 3, -1)
+    z = kernels.score_triton(x, parents, generators, *rest).view(3, 3, -1)
     assert torch.isnan(z[:, :, 4]).all() and torch.isnan(z).sum() == 9
 
 
@@ -436,10 +436,10 @@ def test_all_features_as_children_of_feature_0(use, monkeypatch):
     parents, generators = torch.zeros(3, 1, dtype=torch.int64), torch.arange(d, m)
     use("triton")
     z = ops.score_children(x, parents, generators, mean, rstd, low, "gemm")
-    exact = ops.score_reference(*(v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in (
+    exact = kernels.score_reference(*(v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in (
         x, parents, generators, mean, rstd, low)))
-    assert_as_exact_as_torch(z, ops.score_reference(x, parents, generators, mean, rstd, low), exact)
-    for got, want in zip(ops.select_distinct(z, parents, generators, k), ops.select_reference(z, parents, generators, k)):
+    assert_as_exact_as_torch(z, kernels.score_reference(x, parents, generators, mean, rstd, low), exact)
+    for got, want in zip(ops.select_distinct(z, parents, generators, k), kernels.select_reference(z, parents, generators, k)):
         assert torch.equal(got, want)
 
 
