@@ -6,10 +6,8 @@ A checkpoint is a dict of plain values and tensors, loadable with weights_only=T
 the model's state, and in ckpt.pt the optimiser's. torch.save writes a zip file with a checksum for each tensor, so
 zipfile can tell whether it is whole.
 """
-import contextlib
 import glob
 import os
-import subprocess
 import zipfile
 from typing import NamedTuple
 
@@ -17,32 +15,18 @@ import tiktoken
 import torch
 
 import config as configs
+from helpers import UserError, whole_file
 from model import GPT
 from tokenizer import unpack_tokenizer
 
 
-class CheckpointError(RuntimeError):
-    """A sentence for the user."""
-
-
 def save(path, content, keep=False):
     """Write, flush to disk, rename: the file is whole or the old one. keep: the old one stays as PATH with .prev."""
-    temporary = f"{path}.tmp"
     try:
-        with open(temporary, "wb") as file:
+        with whole_file(path, "wb", previous(path) if keep else None) as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if keep and os.path.exists(path):
-            os.replace(path, previous(path))
-        os.replace(temporary, path)
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
     except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        raise CheckpointError(f"{path} could not be written ({error}); what was there before is kept") from error
+        raise UserError(f"{path} could not be written ({error}); what was there before is kept") from error
 
 
 def previous(path):
@@ -57,9 +41,9 @@ def load(path):
                 raise zipfile.BadZipFile("its checksum is wrong")
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint {path}") from None
+        raise UserError(f"there is no checkpoint {path}") from None
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged or no checkpoint ({error})") from error
+        raise UserError(f"{path} is damaged or no checkpoint ({error})") from error
 
 
 def load_newest(out, say=print):
@@ -73,10 +57,10 @@ def load_newest(out, say=print):
                 for problem in problems:
                     say(f"{problem}; going on from {candidate}, step {content['step']}")
                 return content
-            except CheckpointError as error:
+            except UserError as error:
                 problems.append(error)
     if problems:
-        raise CheckpointError(f"{'; '.join(map(str, problems))}. --fresh=true starts over")
+        raise UserError(f"{'; '.join(map(str, problems))}. --fresh=true starts over")
     return None
 
 
@@ -95,14 +79,14 @@ def checkpoint_path(path):
     for name in ("best.pt", "ckpt.pt"):
         if os.path.exists(os.path.join(path, name)):
             return os.path.join(path, name)
-    raise CheckpointError(f"{path} holds no checkpoint: python train.py configs/tiny.py makes one in out/tiny")
+    raise UserError(f"{path} holds no checkpoint: python train.py configs/tiny.py makes one in out/tiny")
 
 
 def newest_run(folder="out"):
     """The run's folder in `folder` whose checkpoint is the newest."""
     found = glob.glob(os.path.join(folder, "*", "best.pt"))
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {folder}/ yet: python train.py configs/tiny.py makes one in about "
+        raise UserError(f"there is no checkpoint in {folder}/ yet: python train.py configs/tiny.py makes one in about "
                               "5 minutes")
     return os.path.dirname(max(found, key=os.path.getmtime))
 
@@ -112,19 +96,9 @@ def open_run(path, device="cpu"):
     path = checkpoint_path(path)
     content = load(path)
     if not {"config", "tokenizer", "model", "step"} <= content.keys():
-        raise CheckpointError(f"{path} is no checkpoint of train.py: it holds {', '.join(map(str, content))}")
+        raise UserError(f"{path} is no checkpoint of train.py: it holds {', '.join(map(str, content))}")
     config = configs.from_dict(content["config"])
     model = GPT(config).to(device)
     model.load_state_dict(content.pop("model"))
     content.pop("optimizer", None)
     return Run(model.eval(), config, unpack_tokenizer(content["tokenizer"], path), content, path)
-
-
-def commit():
-    """The commit of this code, marked where files were changed since; None outside of git."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    try:
-        return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="], cwd=here, check=True,
-                              capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -8,7 +8,6 @@ right one.
 """
 import ast
 import dataclasses
-import difflib
 import operator
 import os
 import types
@@ -16,11 +15,8 @@ import typing
 from dataclasses import dataclass
 
 from dpb import SELECTIONS, DeepParityBottleneck
+from helpers import UserError, suggest
 from model import BOTTLENECKS, SITES
-
-
-class ConfigError(ValueError):
-    """A sentence for the user."""
 
 
 @dataclass
@@ -82,14 +78,14 @@ def load(arguments):
     """The Config of command-line arguments: one config file, then --key=value."""
     files = [a for a in arguments if not a.startswith("--")]
     if len(files) != 1:
-        raise ConfigError(f"give one config file, such as configs/tiny.py, not {len(files)}: python train.py configs/tiny.py "
+        raise UserError(f"give one config file, such as configs/tiny.py, not {len(files)}: python train.py configs/tiny.py "
                           "[--key=value ...]")
     values = read_file(files[0])
     for argument in arguments:
         if argument.startswith("--"):
             key, equals, text = argument[2:].partition("=")
             if not equals:
-                raise ConfigError(f"{argument} has no value: write --{key or 'key'}=value")
+                raise UserError(f"{argument} has no value: write --{key or 'key'}=value")
             is_text = typing.get_type_hints(Config)[known(key)] is str
             values[key] = convert(key, text if is_text else literal(text))
     config = Config(**values)
@@ -103,22 +99,21 @@ def read_file(path):
         with open(path) as file:
             tree = ast.parse(file.read(), path)
     except OSError as error:
-        near = difflib.get_close_matches(path, config_files(), 1, 0.3)
-        raise ConfigError(f"cannot read {path} ({error.strerror})" + (f": did you mean {near[0]}?" if near else "")) from None
+        raise UserError(f"cannot read {path} ({error.strerror}){suggest(path, config_files(), 0.3)}") from None
     except SyntaxError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from None
+        raise UserError(f"{path}, line {error.lineno}: {error.msg}") from None
     values = {}
     for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             continue  # a docstring
         where = f"{path}, line {node.lineno}: "
         if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
-            raise ConfigError(where + "a config file holds only lines of the form key = value")
+            raise UserError(where + "a config file holds only lines of the form key = value")
         try:
             key = known(node.targets[0].id)
             values[key] = convert(key, evaluate(node.value, values))
-        except ConfigError as error:
-            raise ConfigError(where + str(error)) from None
+        except UserError as error:
+            raise UserError(where + str(error)) from None
     return values
 
 
@@ -128,9 +123,7 @@ def config_files():
 
 def known(key):
     if key not in KEYS:
-        near = difflib.get_close_matches(key, KEYS, 1)
-        raise ConfigError(f"there is no setting {key!r}" + (f": did you mean {near[0]!r}?" if near else
-                                                           f". The settings are {', '.join(KEYS)}"))
+        raise UserError(f"there is no setting {key!r}{suggest(key, KEYS)}")
     return key
 
 
@@ -155,15 +148,15 @@ def evaluate(node, names):
             try:
                 return OPERATORS[type(node.op)](left, right)
             except ArithmeticError as error:
-                raise ConfigError(f"{ast.unparse(node)}: {error}") from None
-    raise ConfigError(f"{ast.unparse(node)} is not a plain value: write a number, a string, a tuple, True, False or None")
+                raise UserError(f"{ast.unparse(node)}: {error}") from None
+    raise UserError(f"{ast.unparse(node)} is not a plain value: write a number, a string, a tuple, True, False or None")
 
 
 def literal(text):
     """A value as typed on the command line; what is no literal is a string."""
     try:
         return evaluate(ast.parse({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text), mode="eval").body, {})
-    except (ConfigError, SyntaxError):
+    except (UserError, SyntaxError):
         return text
 
 
@@ -186,7 +179,7 @@ def convert(key, value):
         if all(isinstance(v, int) and not isinstance(v, bool) for v in values):
             return values
     name = {bool: "True or False", str: "a string", int: "a whole number", float: "a number"}.get(kind, "whole numbers, as in (10, 15)")
-    raise ConfigError(f"{key} must be {name}, not {value!r}")
+    raise UserError(f"{key} must be {name}, not {value!r}")
 
 
 def check(config):
@@ -199,8 +192,7 @@ def check(config):
         require(getattr(config, key) >= 0, f"{key}={getattr(config, key)} must not be negative")
     for key, choices in (("bottleneck", BOTTLENECKS), ("site", SITES), ("selection", SELECTIONS), ("compile", ("auto", "yes", "no"))):
         value = getattr(config, key)
-        near = difflib.get_close_matches(value, choices, 1, 0.0)
-        require(value in choices, f"{key}={value!r} must be one of {', '.join(map(repr, choices))}: did you mean {near and near[0]!r}?")
+        require(value in choices, f"{key}={value!r} must be one of {', '.join(map(repr, choices))}{suggest(value, choices, 0)}")
     require(0 <= config.decay_fraction <= 1, f"decay_fraction={config.decay_fraction} must lie in [0, 1]")
     nearest = min((2 ** t for t in range(3, 16)), key=lambda width: abs(width - config.d))
     require(config.d == nearest, f"d={config.d} must be a power of two from 8 to 32768: the nearest is {nearest}")
@@ -215,13 +207,13 @@ def check(config):
         try:  # the layer knows best what it can be
             DeepParityBottleneck(config.d, config.bits, config.active, config.children, selection=config.selection)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            raise UserError(str(error)) from None
     return config
 
 
 def require(condition, text):
     if not condition:
-        raise ConfigError(text)
+        raise UserError(text)
 
 
 def differences(config, saved):

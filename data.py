@@ -35,7 +35,6 @@ import queue
 import struct
 import sys
 import threading
-import time
 import zlib
 from typing import Any, Callable, NamedTuple
 
@@ -43,7 +42,8 @@ import numpy as np
 import regex
 import torch
 
-from tokenizer import GPT2_PATTERN, DataError, encode, load_tokenizer, make_tokenizer, pack_tokenizer, well_formed
+from helpers import Progress, UserError, locked, run_script, sync_folder, whole_number, write_json
+from tokenizer import GPT2_PATTERN, encode, load_tokenizer, make_tokenizer, pack_tokenizer, well_formed
 
 try:
     import fcntl
@@ -101,10 +101,7 @@ def publish(file, path):
     os.fsync(file.fileno())
     file.close()
     os.replace(file.name, path)
-    if os.name == "posix":  # the name, too, must outlive a power cut
-        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+    sync_folder(path)
 
 
 def open_shard(path, verify=True):
@@ -113,24 +110,24 @@ def open_shard(path, verify=True):
         with open(path, "rb") as file:
             header, stat = file.read(HEADER), os.fstat(file.fileno())
     except FileNotFoundError:
-        raise DataError(f"{path} is missing, though state.json lists it. {AGAIN}") from None
+        raise UserError(f"{path} is missing, though state.json lists it. {AGAIN}") from None
     if not header.startswith(MAGIC):
-        raise DataError(f"{path} is not a shard of tokens that data.py made. {AGAIN}")
+        raise UserError(f"{path} is not a shard of tokens that data.py made. {AGAIN}")
     version = int.from_bytes(header[8:12], "little")
     if version != VERSION:
-        raise DataError(f"{path} has format version {version}, but this program reads version {VERSION}. Prepare the "
+        raise UserError(f"{path} has format version {version}, but this program reads version {VERSION}. Prepare the "
                         "data again, or use the program that made it")
     if len(header) < HEADER or zlib.crc32(header[:-4]) != int.from_bytes(header[-4:], "little"):
-        raise DataError(f"{path} has a damaged header. {AGAIN}")
+        raise UserError(f"{path} has a damaged header. {AGAIN}")
     _, _, width, count, vocab_size, end, crc, tokenizer_id = FIELDS.unpack_from(header)
     if stat.st_size != HEADER + width * count:
-        raise DataError(f"{path} should have {HEADER + width * count:,} bytes for its {count:,} tokens, but has "
+        raise UserError(f"{path} should have {HEADER + width * count:,} bytes for its {count:,} tokens, but has "
                         f"{stat.st_size:,}: it was truncated, or added to. {AGAIN}")
     tokens = np.asarray(np.memmap(path, f"<u{width}", "r", HEADER, (count,)))  # a plain array: its slices are cheaper
     key = os.path.abspath(path), stat.st_size, stat.st_mtime_ns
     if verify and key not in VERIFIED:
         if zlib.crc32(tokens.view(np.uint8)) != crc:
-            raise DataError(f"{path} is damaged: its tokens do not match their checksum. {AGAIN}")
+            raise UserError(f"{path} is damaged: its tokens do not match their checksum. {AGAIN}")
         VERIFIED.add(key)
     return Shard(tokens, vocab_size, end, tokenizer_id.decode())
 
@@ -172,17 +169,17 @@ def text_source(files, field="text"):
     for name in files:
         found = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
         if not found:
-            raise DataError(f"no file matches {name}: check the name and the folder")
+            raise UserError(f"no file matches {name}: check the name and the folder")
         paths += found
     paths = list(dict.fromkeys(paths))
     for path in paths:
         if os.path.isdir(path):
-            raise DataError(f"{path} is a folder: name the files in it, for example '{os.path.join(path, '*.txt')}'")
+            raise UserError(f"{path} is a folder: name the files in it, for example '{os.path.join(path, '*.txt')}'")
         if reader_of(path) is None:
-            raise DataError(f"{path} is of no known kind: the name must end in .txt, .jsonl or .parquet, or in one of "
+            raise UserError(f"{path} is of no known kind: the name must end in .txt, .jsonl or .parquet, or in one of "
                             "these and .gz")
         if not os.path.getsize(path):
-            raise DataError(f"{path} is empty: leave it out")
+            raise UserError(f"{path} is empty: leave it out")
     settings = {"files": [[path, os.path.getsize(path)] for path in paths], "field": field}
     return Source(settings, lambda position: counted(read_files(paths, field), position))
 
@@ -200,9 +197,9 @@ def read_files(paths, field):
                 for piece in reader_of(path)(file, path, field):
                     yield piece
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path} cannot be unpacked ({error}): get it again, or leave it out") from error
+            raise UserError(f"{path} cannot be unpacked ({error}): get it again, or leave it out") from error
         if piece is None:
-            raise DataError(f"{path} holds no text: leave it out")
+            raise UserError(f"{path} holds no text: leave it out")
 
 
 def read_txt(file, path, field, part=2 ** 14):
@@ -227,7 +224,7 @@ def read_txt(file, path, field, part=2 ** 14):
 
 def not_utf8(error, path, offset):
     at, byte = offset + error.start, error.object[error.start]
-    return DataError(f"{path} is not UTF-8: there is a byte 0x{byte:02x} at offset {at}. Convert it first, for example "
+    return UserError(f"{path} is not UTF-8: there is a byte 0x{byte:02x} at offset {at}. Convert it first, for example "
                      "with iconv -f LATIN1 -t UTF-8, or leave it out")
 
 
@@ -240,7 +237,7 @@ def read_jsonl(file, path, field):
         except UnicodeDecodeError as error:
             raise not_utf8(error, path, offset) from None
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}, is not JSON ({error}): mend the line, or remove it") from None
+            raise UserError(f"{path}, line {number}, is not JSON ({error}): mend the line, or remove it") from None
         offset += len(line)
 
 
@@ -253,16 +250,16 @@ def read_parquet(file, path, field):
             for record in batch.to_pylist():
                 yield from document(record, field, path)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a sound parquet file ({error}): get it again, or leave it out") from error
+        raise UserError(f"{path} is not a sound parquet file ({error}): get it again, or leave it out") from error
 
 
 def document(record, field, where):
     """The text in a record as a Piece; nothing if there is no character in it."""
     if not isinstance(record, dict) or field not in record:
         names = ", ".join(record) if isinstance(record, dict) else "none"
-        raise DataError(f"{where} has no field {field!r} (its fields: {names}): name the right one with --field")
+        raise UserError(f"{where} has no field {field!r} (its fields: {names}): name the right one with --field")
     if not isinstance(record[field], str):
-        raise DataError(f"{where} has {type(record[field]).__name__} in field {field!r} and not text: mend it, or name "
+        raise UserError(f"{where} has {type(record[field]).__name__} in field {field!r} and not text: mend it, or name "
                         "another field with --field")
     if record[field]:
         yield Piece(record[field])
@@ -278,7 +275,7 @@ def hub_source(name, config=None, field="text"):
         try:
             stream = datasets.load_dataset(name, config, split="train", streaming=True)
         except Exception as error:
-            raise DataError(f"the data set {name} cannot be opened ({type(error).__name__}: {error}). Check its name, "
+            raise UserError(f"the data set {name} cannot be opened ({type(error).__name__}: {error}). Check its name, "
                             "--config and the network, or give a local folder with --dataset") from error
         if position:
             stream.load_state_dict(position)
@@ -288,10 +285,10 @@ def hub_source(name, config=None, field="text"):
         try:
             for record in stream:
                 yield from document(record, field, f"the data set {name}")
-        except DataError:
+        except UserError:
             raise
         except Exception as error:  # whatever the network or a broken file makes of it
-            raise DataError(f"reading the data set {name} broke off ({type(error).__name__}: {error}). What is finished "
+            raise UserError(f"reading the data set {name} broke off ({type(error).__name__}: {error}). What is finished "
                             "is kept: the same command again continues") from error
 
     return Source({"dataset": name, "config": config, "field": field}, open_at)
@@ -333,46 +330,18 @@ def read_json(path):
         with open(path) as file:
             return json.load(file)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing. {AGAIN}") from None
+        raise UserError(f"{path} is missing. {AGAIN}") from None
     except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}). {AGAIN}") from error
-
-
-def write_json(path, content, indent=None):
-    with open(path + ".tmp", "w") as file:
-        json.dump(content, file, indent=indent)
-        publish(file, path)
+        raise UserError(f"{path} is damaged ({error}). {AGAIN}") from error
 
 
 def read_state(folder, must=True):
     path = os.path.join(folder, "state.json")
     if not os.path.exists(path):
         if must:
-            raise DataError(f"{folder} has no prepared data: make it with python data.py (--help shows how)")
+            raise UserError(f"{folder} has no prepared data: make it with python data.py (--help shows how)")
         return None
     return read_json(path)
-
-
-@contextlib.contextmanager
-def locked(folder, wait):
-    """Hold a folder's lock. The system frees it when the process ends, however it ends: no lock is ever stale."""
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise DataError(f"{folder} is a file: choose a folder for --out")
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".lock"), "a+") as file:
-        try:
-            if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            file.seek(0)
-            raise DataError(f"another process (pid {file.read()}) is writing to {folder}: let it finish or stop it, or "
-                            "choose another --out") from None
-        except OSError as error:  # some network file systems have no locks
-            print(f"{folder} cannot be locked ({error.strerror}): let no other process write to it", file=sys.stderr)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
 
 
 @contextlib.contextmanager
@@ -442,7 +411,7 @@ def prepare(source, out, tokenizer="gpt2", tokens=None, val_fraction=0.05, shard
                 "documents": {"train": 0, "val": 0}, **Folder.START}
             differ = [key for key in settings if state["settings"].get(key) != settings[key]]
             if differ:
-                raise DataError(f"{out} holds data made with another {' and '.join(differ)}: choose another --out, or "
+                raise UserError(f"{out} holds data made with another {' and '.join(differ)}: choose another --out, or "
                                 "delete that folder")
             if state["done"]:
                 return print(f"{out} is finished already: {describe(state)}", file=sys.stderr)
@@ -457,7 +426,7 @@ def prepare(source, out, tokenizer="gpt2", tokens=None, val_fraction=0.05, shard
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise DataError(f"the disk is full ({out}). The finished shards are kept: make room, and the same command again "
+        raise UserError(f"the disk is full ({out}). The finished shards are kept: make room, and the same command again "
                         "continues") from error
 
 
@@ -488,7 +457,7 @@ def fill(folder, source):
             break
     for split in ("train", "val"):
         if not documents[split] and (split == "train" or settings["val_fraction"] > 0):
-            raise DataError(f"none of {sum(documents.values())} documents fell into the {split} split, at --val-fraction "
+            raise UserError(f"none of {sum(documents.values())} documents fell into the {split} split, at --val-fraction "
                             f"{settings['val_fraction']}: give more text, or another fraction")
     folder.commit(done=True, **Folder.START)
     progress.show(written, last=True)
@@ -535,27 +504,6 @@ def chunked(pieces, tell, position, size=2 ** 19):
         yield position, chunk
 
 
-class Progress:
-    """Tokens, tokens per second and time left: one line kept up to date on a terminal, else a line every 30 seconds."""
-
-    def __init__(self, total, start):
-        self.total, self.start, self.began, self.terminal = total, start, time.monotonic(), sys.stderr.isatty()
-        self.next = self.began + (0.5 if self.terminal else 30)
-
-    def show(self, tokens, last=False):
-        now = time.monotonic()
-        if now < self.next and not last:
-            return
-        self.next = now + (0.5 if self.terminal else 30)
-        rate = (tokens - self.start) / max(now - self.began, 1e-9)
-        line = f"{tokens:,} tokens, {rate:,.0f} per second"
-        if self.total and rate and not last:
-            minutes, seconds = divmod(int((self.total - tokens) / rate), 60)
-            line += f", {tokens / self.total:.1%}, {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
-        start, end = ("\r", "\033[K" + "\n" * last) if self.terminal else ("", "\n")
-        print(start + line, end=end, file=sys.stderr, flush=True)
-
-
 def describe(state):
     return "; ".join(f"{split} {sum(count for _, count in shards):,} tokens, {state['documents'][split]:,} documents, "
                      f"{len(shards)} shards" for split, shards in state["shards"].items())
@@ -579,20 +527,20 @@ class Tokens:
     def __init__(self, folder, split="train", verify=True):
         state = read_state(folder)
         if not state["done"]:
-            raise DataError(f"{folder} is not finished: run the data.py command that makes it again, and it continues")
+            raise UserError(f"{folder} is not finished: run the data.py command that makes it again, and it continues")
         if not state["shards"].get(split):
-            raise DataError(f"{folder} has no {split} split: prepare it again with a --val-fraction above 0")
+            raise UserError(f"{folder} has no {split} split: prepare it again with a --val-fraction above 0")
         paths = [os.path.join(folder, name) for name, _ in state["shards"][split]]
         with concurrent.futures.ThreadPoolExecutor() as pool:  # the checksum, too, works without the global lock
             self.shards = list(pool.map(functools.partial(open_shard, verify=verify), paths))
         for (_, count), path, shard in zip(state["shards"][split], paths, self.shards):
             if shard[1:] != self.shards[0][1:] or len(shard.tokens) != count:
-                raise DataError(f"{path} belongs to other data: it does not match state.json and {paths[0]}. {AGAIN}")
+                raise UserError(f"{path} belongs to other data: it does not match state.json and {paths[0]}. {AGAIN}")
         self.folder, self.split = folder, split
         _, self.vocab_size, self.end, self.tokenizer_id = self.shards[0]
         path = os.path.join(folder, "tokenizer.json")
         if read_json(path).get("id") != self.tokenizer_id:
-            raise DataError(f"{path} is not the tokenizer with which the shards were made. {AGAIN}")
+            raise UserError(f"{path} is not the tokenizer with which the shards were made. {AGAIN}")
         self.bounds = [0, *itertools.accumulate(len(shard.tokens) for shard in self.shards)]  # where each shard starts
 
     def __len__(self):
@@ -617,7 +565,7 @@ class Tokens:
     def count(self, context):
         """How many windows of context + 1 tokens there are."""
         if len(self) <= context:
-            raise DataError(f"{self.folder} has {len(self):,} tokens in {self.split}, fewer than one window of "
+            raise UserError(f"{self.folder} has {len(self):,} tokens in {self.split}, fewer than one window of "
                             f"{context + 1:,}: take a shorter context, or more text")
         return (len(self) - 1) // context
 
@@ -636,7 +584,7 @@ class Tokens:
         """
         rows, left = divmod(batch_size, ranks * micros)
         if left or not rows:
-            raise DataError(f"a batch of {batch_size} windows cannot be shared out evenly over {ranks} ranks and "
+            raise UserError(f"a batch of {batch_size} windows cannot be shared out evenly over {ranks} ranks and "
                             f"{micros} accumulation steps: choose a multiple of {ranks * micros}")
         n = self.count(context)
         first = step * batch_size + (rank * micros + micro) * rows
@@ -681,7 +629,7 @@ def mix(x, key):
 def check_vocabulary(tokens, vocab_size):
     """An error if the data has token ids that a model with this vocabulary does not."""
     if tokens.vocab_size > vocab_size:
-        raise DataError(f"{tokens.folder} has token ids up to {tokens.vocab_size - 1:,}, but the model's vocab_size is "
+        raise UserError(f"{tokens.folder} has token ids up to {tokens.vocab_size - 1:,}, but the model's vocab_size is "
                         f"{vocab_size:,}: set vocab_size to {tokens.vocab_size:,} or more, or choose other data")
 
 
@@ -732,14 +680,6 @@ def prefetch(make, keys, device="cpu", depth=4):
 # The command line.
 
 
-def number(text):
-    """20e9, 5_000 or 300."""
-    value = float(text)
-    if not value.is_integer() or value < 1:
-        raise ValueError
-    return int(value)
-
-
 def fraction(text):
     if not 0 <= float(text) < 1:
         raise ValueError
@@ -770,16 +710,16 @@ are sent there in parts of 16 KiB.""")
     text.add_argument("files", nargs="+", help="names or patterns such as 'news/*.txt'")
     for command in (toy, text, web):
         command.add_argument("--out", required=True, metavar="DIR", help="folder for the shards")
-    toy.add_argument("--tokens", type=number, metavar="N", default=3_000_000, help="tokens of training (default 3e6)")
-    text.add_argument("--tokens", type=number, metavar="N", help="tokens of training to stop at (default: everything)")
-    web.add_argument("--tokens", type=number, metavar="N", default=20_000_000_000, help="the same (default 20e9)")
+    toy.add_argument("--tokens", type=whole_number, metavar="N", default=3_000_000, help="tokens of training (default 3e6)")
+    text.add_argument("--tokens", type=whole_number, metavar="N", help="tokens of training to stop at (default: everything)")
+    web.add_argument("--tokens", type=whole_number, metavar="N", default=20_000_000_000, help="the same (default 20e9)")
     for command, share in ((text, 0.05), (web, 0.001)):
         command.add_argument("--tokenizer", default="gpt2", metavar="gpt2|bpe:N|DIR",
                              help="GPT-2's (default), one of N entries trained on this text, or that of another folder")
         command.add_argument("--field", default="text", help="name of the field with the text (default text)")
         command.add_argument("--val-fraction", type=fraction, default=share, metavar="F",
                              help=f"share of the documents for validation (default {share})")
-        command.add_argument("--shard-tokens", type=number, default=10 ** 8, metavar="N",
+        command.add_argument("--shard-tokens", type=whole_number, default=10 ** 8, metavar="N",
                              help="tokens in a shard (default 1e8)")
     web.add_argument("--dataset", default="HuggingFaceFW/fineweb-edu", help="another name on the hub, or a local folder")
     web.add_argument("--config", help="its configuration (default for FineWeb-Edu: sample-100BT)")
@@ -814,11 +754,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except DataError as error:
-        sys.exit(f"data.py: {error}")
-    except OSError as error:
-        sys.exit(f"data.py: {error.filename}: {error.strerror}" if error.filename else f"data.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("data.py: stopped. What is finished is kept: the same command again continues")
+    run_script(main, "stopped. What is finished is kept: the same command again continues")

@@ -21,7 +21,6 @@ at once, an unfinished one never, and what eval.json holds of other weights is d
 """
 import argparse
 import contextlib
-import difflib
 import hashlib
 import itertools
 import json
@@ -35,11 +34,13 @@ import torch
 import torch.distributed as dist
 
 import tasks
-from checkpoint import CheckpointError, checkpoint_path, commit, open_run
-from data import DataError, Tokens, number, text_source, write_json
+from checkpoint import checkpoint_path, open_run
+from data import Tokens, text_source
+from features import FeatureCounts
+from helpers import UserError, provenance, run_script, say, standard_error, suggest, whole_number, write_json
+from ranks import leave_ranks, start_ranks
 from score import Request, Scorer, fit, score_documents, windows
 from tokenizer import END, encode, well_formed
-from train import FeatureCounts, TrainError, say, start_ranks
 
 TASKS = ("val", "ppl", "hellaswag", "lambada", "features")
 EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the histogram of firing frequencies; "never" is a class before the first
@@ -53,10 +54,6 @@ PAPER = {
     (12, 1024, "parity", (10, 15), False): ("PT-Small-2L", 3.158, 24.57, 0.350, 0.219),
     (12, 1024, "none", (), False): ("GPT-Small", 3.135, 26.43, 0.346, 0.229),
 }
-
-
-class EvalError(RuntimeError):
-    """A sentence for the user."""
 
 
 # The tasks. Each gives a dict for eval.json; its `what` is a phrase on what was measured.
@@ -122,7 +119,7 @@ def ppl(scorer, run, files, limit, stride):
         sizes.append(len(well_formed(text).encode()))
     count, source = sum(map(len, found)), ", ".join(files) if files else tasks.source("pile")
     if count < scorer.context:
-        raise EvalError(f"the text of {source} has {count} tokens, fewer than one context of {scorer.context}: give more text, or "
+        raise UserError(f"the text of {source} has {count} tokens, fewer than one context of {scorer.context}: give more text, or "
                         "take a shorter --context")
     nats = -score_documents(scorer, found, run.encoding.eot_token, stride, "ppl")
     quantiles = np.quantile(nats / math.log(2) / sizes, [0, 0.25, 0.5, 0.75, 1])
@@ -146,11 +143,6 @@ def ask(scorer, run, name, folder, limit):
             "what": f"{len(questions):,} questions of {source}"
                     + (f"; {cut:,} of {len(pairs):,} texts were cut on the left to fit {scorer.context} tokens" if cut else ""),
             "data": {"source": source, "sha256": digest(np.frombuffer(repr(questions).encode(), np.uint8))}}
-
-
-def standard_error(values):
-    """Of their mean; None for a single one."""
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
 def bits(right):
@@ -244,7 +236,7 @@ def adapter(scorer, run):
 
         def generate(self, prompt, options):
             if options.get("do_sample"):
-                raise EvalError("a task of the harness asks for random samples, but here generation is greedy: leave that task out")
+                raise UserError("a task of the harness asks for random samples, but here generation is greedy: leave that task out")
             stops = options.get("until") or []
             stops = [stops] if isinstance(stops, str) else stops
             prompt = torch.tensor([self.tok_encode(prompt) or [self.eot_token_id]], device=scorer.device)
@@ -266,7 +258,7 @@ def harness(scorer, run, names, folder, limit):
         import lm_eval
         import lm_eval.tasks
     except ImportError:
-        raise EvalError("--harness needs lm-evaluation-harness: pip install lm_eval, or use --tasks hellaswag,lambada, which give "
+        raise UserError("--harness needs lm-evaluation-harness: pip install lm_eval, or use --tasks hellaswag,lambada, which give "
                         "the same figures") from None
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstrap would fork this process, perhaps with a GPU
     with tempfile.TemporaryDirectory() as configs, open(os.devnull, "w") as nowhere:
@@ -283,7 +275,7 @@ def harness(scorer, run, names, folder, limit):
                     found = lm_eval.simple_evaluate(adapter(scorer, run), tasks=[name], limit=limit, task_manager=manager,
                                                     bootstrap_iters=100)
             except OSError as error:  # what `datasets` raises without a network
-                raise EvalError(f"the harness could not read the data of {name} ({type(error).__name__}: {error}). Two ways out: a "
+                raise UserError(f"the harness could not read the data of {name} ({type(error).__name__}: {error}). Two ways out: a "
                                 f"network, or for {' and '.join(LOCAL)} local files, --data DIR") from error
             for task in found["results"] if found else ():  # several of a group; on other ranks than the first, none
                 yield f"harness {task}", harness_result(found["results"][task], found["samples"].get(task, []), lm_eval.__version__)
@@ -303,7 +295,7 @@ def write_local_task(name, home, folder, out):
     _, _, split, file = tasks.SETS[ours]
     path = os.path.abspath(os.path.join(folder, file))
     if not os.path.exists(path):
-        raise DataError(f"{path} is missing: give the folder that has it with --data DIR, or leave --data off")
+        raise UserError(f"{path} is missing: give the folder that has it with --data DIR, or leave --data off")
     content = {"include": os.path.join(home, description), "task": name, "dataset_path": "json", "dataset_name": None,
                "dataset_kwargs": {"data_files": {split: path}}, "training_split": None}
     with open(os.path.join(out, f"{name}.yaml"), "w") as file:
@@ -332,7 +324,7 @@ def open_checked(path, device):
         hashes *= dist.get_world_size()
         dist.all_gather_object(hashes, hashes[0])
     if len(set(hashes)) > 1 or os.path.getmtime(path) != changed:
-        raise EvalError(f"{path} was replaced while it was being read, perhaps by a run that is still training: try again")
+        raise UserError(f"{path} was replaced while it was being read, perhaps by a run that is still training: try again")
     return run, hashes[0]
 
 
@@ -344,7 +336,7 @@ def save_result(folder, about, name, result):
         try:
             content = json.load(file)
         except ValueError as error:
-            raise EvalError(f"{path} is damaged ({error}): delete it, and evaluate again") from None
+            raise UserError(f"{path} is damaged ({error}): delete it, and evaluate again") from None
     same = content.get("checkpoint", {}).get("sha256") == about["checkpoint"]["sha256"]
     earlier = content["results"] if same else {}
     write_json(path, {**about, "results": earlier | {name: result | {"commit": about["commit"]}}}, indent=1)
@@ -402,9 +394,7 @@ def describe_features(result):
 
 def check_name(name, known, kind):
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1, 0.5)
-        raise EvalError(f"there is no {kind} {name!r}" + (f": did you mean {near[0]!r}?" if near else
-                                                          f": the names are {', '.join(known)}" if len(known) < 20 else ""))
+        raise UserError(f"there is no {kind} {name!r}{suggest(name, known)}")
 
 
 def parse(arguments):
@@ -412,15 +402,15 @@ def parse(arguments):
                                      description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
     parser.add_argument("run", help="a run's folder, such as out/tiny, of which best.pt is taken; or a checkpoint")
     parser.add_argument("--tasks", metavar="A,B", help=f"some of {','.join(TASKS)} (default val,features; and ppl with --text)")
-    parser.add_argument("--limit", type=number, metavar="N", help="windows of val and features, documents of ppl, questions else")
+    parser.add_argument("--limit", type=whole_number, metavar="N", help="windows of val and features, documents of ppl, questions else")
     parser.add_argument("--text", nargs="+", metavar="FILE", help="ppl: .txt, .jsonl, .parquet, .gz of these (default: the Pile)")
     parser.add_argument("--data", metavar="DIR", help="folder with hellaswag_val.jsonl and lambada_test.jsonl (default: the hub)")
     parser.add_argument("--val", metavar="DIR", help="folder made by data.py, for val and features (default: that of the run)")
-    parser.add_argument("--context", type=number, metavar="T", help="tokens that the model may see (default: all it can)")
-    parser.add_argument("--stride", type=number, metavar="S", help="val and ppl: windows slide by S tokens (default: disjoint)")
+    parser.add_argument("--context", type=whole_number, metavar="T", help="tokens that the model may see (default: all it can)")
+    parser.add_argument("--stride", type=whole_number, metavar="S", help="val and ppl: windows slide by S tokens (default: disjoint)")
     parser.add_argument("--harness", metavar="A,B", help="tasks of lm-evaluation-harness, such as hellaswag,lambada_openai")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    parser.add_argument("--batch_tokens", type=number, metavar="N", help="tokens of a forward pass (default 4096; on a GPU 16384)")
+    parser.add_argument("--batch_tokens", type=whole_number, metavar="N", help="tokens of a forward pass (default 4096; on a GPU 16384)")
     return parser.parse_args(arguments)
 
 
@@ -431,14 +421,14 @@ def choose_tasks(args):
     for name in names:
         check_name(name, TASKS, "task")
     if args.text and "ppl" not in names:
-        raise EvalError("--text is for the task ppl: add it to --tasks, or leave --text off")
+        raise UserError("--text is for the task ppl: add it to --tasks, or leave --text off")
     return names
 
 
 def open_val(run, folder, rank):
     tokens = Tokens(folder, "val", verify=rank == 0)
     if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
-        raise EvalError(f"{run.path} has another vocabulary than {folder}: the model's tokenizer is {run.encoding.name} of "
+        raise UserError(f"{run.path} has another vocabulary than {folder}: the model's tokenizer is {run.encoding.name} of "
                         f"{run.encoding.n_vocab:,} tokens, the data's another of {tokens.vocab_size:,}. Give data of its own "
                         "with --val DIR")
     return tokens
@@ -446,19 +436,19 @@ def open_val(run, folder, rank):
 
 def evaluate(args):
     names = choose_tasks(args)
-    rank, ranks, device = start_ranks(args)
+    rank, ranks, device = start_ranks(args.device)
     run, sha256 = open_checked(args.run, device)
     context = args.context or run.config.context
     stride = args.stride or context
     if context > run.config.context:
-        raise EvalError(f"--context {context} is longer than the model's, {run.config.context}: take at most that")
+        raise UserError(f"--context {context} is longer than the model's, {run.config.context}: take at most that")
     if stride > context:
-        raise EvalError(f"--stride {stride} is longer than the context, {context}: the tokens between would not be scored")
+        raise UserError(f"--stride {stride} is longer than the context, {context}: the tokens between would not be scored")
     batch_tokens = args.batch_tokens or (16384 if device.type == "cuda" else 4096)
     scorer = Scorer(run.model, context, batch_tokens, rank, ranks)
     tokens = open_val(run, args.val or run.config.data, rank) if {"val", "features"} & set(names) else None
-    about = {"checkpoint": {"path": run.path, "step": run.content["step"], "sha256": sha256}, "commit": commit(),
-             "seed": run.config.seed, "config": vars(run.config), "torch": torch.__version__, "device": device.type}
+    about = {"checkpoint": {"path": run.path, "step": run.content["step"], "sha256": sha256}, **provenance(),
+             "seed": run.config.seed, "config": vars(run.config), "device": device.type}
     paper = paper_figures(run.config)
     say(f"{run.path}, step {run.content['step']}: {run.model.count_parameters():,} parameters, bottleneck {run.config.bottleneck}, "
         f"seed {run.config.seed}")
@@ -485,19 +475,12 @@ def evaluate(args):
         say(f"other tasks: {', '.join(name for name in TASKS if name not in names)}; python eval.py --help")
 
 
-def main():
+def main(arguments):
     try:
-        evaluate(parse(sys.argv[1:]))
-    except (EvalError, TrainError, CheckpointError, DataError) as error:
-        sys.exit(f"eval.py: {error}")
-    except OSError as error:
-        sys.exit(f"eval.py: {error.filename}: {error.strerror}" if error.filename else f"eval.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("eval.py: stopped; the results of finished tasks are kept")
+        evaluate(parse(arguments))
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_ranks()
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, "stopped; the results of finished tasks are kept")

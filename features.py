@@ -9,7 +9,6 @@ The index holds, for each feature, the tokens on which it was active and its coe
 offsets into it, 6 bytes an entry. It lies beside the checkpoint as features.npz, with a hash of the weights and of what it was
 made from, and is made anew when one of these has changed.
 """
-import contextlib
 import hashlib
 import os
 import re
@@ -18,20 +17,18 @@ import zipfile
 import numpy as np
 import torch
 
-from data import Progress, Tokens
+from data import Tokens
 from dpb import Code, unfold
+from helpers import Progress, UserError, whole_file
+from ranks import all_reduce
 from tokenizer import encode
-
-
-class FeatureError(ValueError):
-    """A sentence for the user."""
 
 
 def prompt_tokens(run, text):
     """The tokens (1, T) of a text, after the end-of-text token that starts every document."""
     ids = [run.encoding.eot_token, *encode(run.encoding, text).tolist()]
     if len(ids) > run.config.context:
-        raise FeatureError(f"the prompt has {len(ids):,} tokens, but the context of this model is {run.config.context:,}: "
+        raise UserError(f"the prompt has {len(ids):,} tokens, but the context of this model is {run.config.context:,}: "
                            "shorten it")
     return torch.tensor([ids], device=run.model.embedding.weight.device)
 
@@ -39,7 +36,7 @@ def prompt_tokens(run, text):
 def width_of(model):
     """m, the number of features of a layer; a sentence if it has none."""
     if model.blocks[0].bottleneck is None:
-        raise FeatureError("this model is dense, so it has no features to look at: python train.py configs/tiny.py trains one "
+        raise UserError("this model is dense, so it has no features to look at: python train.py configs/tiny.py trains one "
                            "that has")
     return model.blocks[0].bottleneck.m
 
@@ -71,12 +68,12 @@ def parse_feature(text, model):
     """(layer, index, sign) of what a user writes: LAYER:INDEX, LAYER:INDEX+ or LAYER:INDEX-."""
     found = re.fullmatch(r"(\d+):(\d+)([+-]?)", text)
     if not found:
-        raise FeatureError(f"{text!r} is no feature: write LAYER:INDEX with + or - after it, as in 2:1234-")
+        raise UserError(f"{text!r} is no feature: write LAYER:INDEX with + or - after it, as in 2:1234-")
     layer, index, sign = int(found[1]), int(found[2]), -1 if found[3] == "-" else 1
     if layer >= len(model.blocks):
-        raise FeatureError(f"there is no layer {layer}: this model has the layers 0 to {len(model.blocks) - 1}")
+        raise UserError(f"there is no layer {layer}: this model has the layers 0 to {len(model.blocks) - 1}")
     if index >= width_of(model):
-        raise FeatureError(f"there is no feature {index}: a layer of this model has the features 0 to {width_of(model) - 1}")
+        raise UserError(f"there is no feature {index}: a layer of this model has the features 0 to {width_of(model) - 1}")
     return layer, index, sign
 
 
@@ -155,7 +152,7 @@ def open_index(run, most=2 ** 16, say=print):
     """The Index of a run over at most `most` tokens of its validation data: the stored one if it is of these weights."""
     m, tokens = width_of(run.model), Tokens(run.config.data, "val")
     if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
-        raise FeatureError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
+        raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
     windows = min(tokens.count(run.config.context), max(1, most // run.config.context))
     key = f"{weights_hash(run.model)} {len(tokens)} {windows * run.config.context}"
     path = os.path.join(os.path.dirname(run.path), "features.npz")
@@ -183,17 +180,11 @@ def read_arrays(path, say=print):
 
 def write_arrays(path, arrays):
     """Write an .npz file whole or not at all."""
-    temporary = f"{path}.tmp"
     try:
-        with open(temporary, "wb") as file:
+        with whole_file(path, "wb") as file:
             np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        raise FeatureError(f"{path} could not be written ({error.strerror})") from error
+        raise UserError(f"{path} could not be written ({error.strerror})") from error
 
 
 @torch.no_grad()
@@ -219,3 +210,37 @@ def effect(model, tokens, layer, index, positions):
     with_it, without = (model(rows, edit=edit)[at].float() for edit in (None, remove))
     change = (with_it - without).mean(0)
     return change - change.mean()
+
+
+class FeatureCounts:
+    """What the features of every bottleneck do, summed over batches and, with `reduce`, over ranks.
+
+    fired (layers, m): on how many tokens each feature was active.  explained (layers, levels): the fraction of variance
+    explained, 1 - |h - y|^2 / |h - mean h|^2, of the input h by the output y, without the features of higher levels.
+    """
+
+    def __init__(self, model):
+        self.layers = [block.bottleneck for block in model.blocks if block.bottleneck is not None]
+        m, levels = (self.layers[0].m, len(self.layers[0].active)) if self.layers else (0, 0)
+
+        def zeros(*shape, dtype=torch.float64):
+            return torch.zeros(len(self.layers), *shape, dtype=dtype, device=model.embedding.weight.device)
+        self.fired, self.tokens = zeros(m, dtype=torch.int64), zeros(1)
+        self.total, self.squares, self.errors = zeros(model.config.d), zeros(1), zeros(levels)  # h, |h|^2, |h - y|^2
+
+    def add(self, record):
+        """The (code, output, input) of every layer on one batch."""
+        for number, (layer, (code, y, h)) in enumerate(zip(self.layers, record)):
+            outputs = [layer.decode(Code(code.indices, code.coefs.masked_fill(code.indices >= high, 0)), like=h)
+                       for high in layer.lows[1:-1]] + [y]
+            h = h.double().flatten(0, 1)  # (N, d)
+            self.fired[number] += torch.bincount(code.indices[code.coefs != 0], minlength=layer.m)
+            self.tokens[number] += len(h)
+            self.total[number] += h.sum(0)
+            self.squares[number] += h.square().sum()
+            self.errors[number] += torch.stack([(h - output.double().flatten(0, 1)).square().sum() for output in outputs])
+
+    def reduce(self):
+        for tensor in (self.fired, self.tokens, self.total, self.squares, self.errors) if self.layers else ():
+            all_reduce(tensor)
+        self.explained = 1 - self.errors / (self.squares - self.total.square().sum(1, keepdim=True) / self.tokens)

@@ -13,7 +13,6 @@ and this file computes the largest one exactly. Features below d are replaced by
     python kloosterman.py 1024
 """
 import functools
-import sys
 
 import numpy as np
 
@@ -158,7 +157,5 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(f"kloosterman.py: {error}")
+    from helpers import run_script
+    run_script(main, told=ValueError)

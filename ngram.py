@@ -3,10 +3,10 @@
     python ngram.py data/toy
 """
 import math
-import sys
 from collections import Counter, defaultdict
 
 import data
+from helpers import UserError, run_script
 
 
 def trigram_loss(train, test, discount=0.75):
@@ -30,17 +30,14 @@ def trigram_loss(train, test, discount=0.75):
 
 def main(arguments):
     if len(arguments) != 1:
-        raise data.DataError("give one folder that data.py made: python ngram.py data/toy")
+        raise UserError("give one folder that data.py made: python ngram.py data/toy")
     train, test = (data.Tokens(arguments[0], split) for split in ("train", "val"))
     if len(train) > 10 ** 8:
-        raise data.DataError(f"{arguments[0]} has {len(train):,} training tokens, and counting them in Python needs too much "
+        raise UserError(f"{arguments[0]} has {len(train):,} training tokens, and counting them in Python needs too much "
                              "memory: give at most 100 million")
     loss = trigram_loss(train.read(0, len(train)).tolist(), test.read(0, len(test)).tolist())
     print(f"trigram: validation loss {loss:.4f} nats per token, from {len(train):,} training tokens")
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except data.DataError as error:
-        sys.exit(f"ngram.py: {error}")
+    run_script(main)

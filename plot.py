@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 
+from helpers import UserError, run_script
+
 
 def losses(folders, path):
     """Training and validation loss by step of each run, to a PNG file."""
@@ -33,17 +35,17 @@ def losses(folders, path):
     plt.close(figure)
 
 
-def main():
+def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="folders of runs, such as out/tiny")
     parser.add_argument("--out", default="losses.png", help="the picture to write")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     missing = [folder for folder in options.runs if not os.path.exists(os.path.join(folder, "metrics.jsonl"))]
     if missing:
-        raise SystemExit(f"plot.py: {missing[0]} has no metrics.jsonl: give folders that train.py wrote, such as out/tiny")
+        raise UserError(f"{missing[0]} has no metrics.jsonl: give folders that train.py wrote, such as out/tiny")
     losses(options.runs, options.out)
     print(options.out)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

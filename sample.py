@@ -23,11 +23,11 @@ import torch
 
 import steer
 import toyworld
-from checkpoint import CheckpointError, newest_run, open_run
-from config import ConfigError
-from features import FeatureError, effect, find_parents, level_of, open_index, parse_feature, prompt_tokens, read_codes
-from steer import HELD_OUT, SteerError, Vector, contrast, count_toy_words, perplexity, piece, text_of
-from tokenizer import END, DataError
+from checkpoint import newest_run, open_run
+from features import effect, find_parents, level_of, open_index, parse_feature, prompt_tokens, read_codes
+from helpers import UserError, run_script, within
+from steer import HELD_OUT, Vector, contrast, count_toy_words, perplexity, piece, text_of
+from tokenizer import END
 
 HELP = """  /steer CONCEPT [ALPHA]   steer; /steer alone stops it      /alpha ALPHA   how strongly
   /seed SEED               of the next text                  /quit          or Ctrl-D
@@ -46,9 +46,9 @@ def read_text(path):
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise SteerError(f"cannot read {path} ({getattr(error, 'strerror', None) or 'it is no UTF-8 text'})") from None
+        raise UserError(f"cannot read {path} ({getattr(error, 'strerror', None) or 'it is no UTF-8 text'})") from None
     if not text.strip():
-        raise SteerError(f"{path} is empty: it should hold some text")
+        raise UserError(f"{path} is empty: it should hold some text")
     return text
 
 
@@ -101,7 +101,7 @@ def write_sample(run, prompt, options, seed, vector=None, alpha=1.0):
 def check_concept(concept):
     if concept not in toyworld.TOPICS:
         near = sorted(toyworld.TOPICS, key=lambda topic: -difflib.SequenceMatcher(None, concept, topic).ratio())
-        raise SteerError(f"there is no concept {concept!r} in the toy world: the concepts, nearest first, are {', '.join(near)}. "
+        raise UserError(f"there is no concept {concept!r} in the toy world: the concepts, nearest first, are {', '.join(near)}. "
                          "For any other give --positive FILE --negative FILE")
 
 
@@ -111,13 +111,13 @@ def make_vector(run, concept, options):
         return Vector.load(options.vector, run.model)
     if options.positive or options.negative:
         if not (options.positive and options.negative):
-            raise SteerError("a contrast needs both --positive FILE and --negative FILE")
+            raise UserError("a contrast needs both --positive FILE and --negative FILE")
         texts = [read_text(options.positive)], [read_text(options.negative)]
     elif is_toy(run):
         check_concept(concept)
         texts = steer.toy_texts(concept)
     else:
-        raise SteerError("this model was not trained on the toy world, whose concepts are known: give texts with the concept and "
+        raise UserError("this model was not trained on the toy world, whose concepts are known: give texts with the concept and "
                          "texts without it, --positive FILE --negative FILE")
     print(f"making the vector of {concept}" + f", fitted in {options.fit} steps" * (options.fit > 0), flush=True)
     vector = contrast(run, concept, *texts, k=options.k, layer=options.layer, steps=options.fit)
@@ -173,7 +173,7 @@ def steer_eval(run, options, concepts=HELD_OUT, choose=32, test=64, base=512):
     one seed; what it does is measured on texts of another, and there 80% must be well-formed: of the 300 sentences of
     the choice five points are two standard errors. The unsteered texts are the same for all concepts."""
     if not is_toy(run):
-        raise SteerError("--steer-eval needs a model of the toy world, where concept words and well-formed sentences are known")
+        raise UserError("--steer-eval needs a model of the toy world, where concept words and well-formed sentences are known")
     alphas = [alpha for alpha in options.alphas or ((0.5, 0.75, 1, 1.25) if options.fit else (4, 8, 12, 16)) if alpha]
     prompt, reached = prompt_tokens(run, ""), 0
 
@@ -285,24 +285,12 @@ def interact(run, options):
                 prompt = prompt_tokens(run, line)
                 print(line, end="")
                 write_sample(run, prompt, options, seed, vectors.get(concept), alpha)
-        except (SteerError, FeatureError) as error:
+        except UserError as error:
             print(error)
         except (ValueError, IndexError):
             print(f"{command} needs a number\n{HELP}")
         except KeyboardInterrupt:
             print()
-
-
-def within(kind, low, high=float("inf"), open_low=False):
-    """An argparse type: a number of this kind from low to high."""
-    def convert(text):
-        value = kind(text)
-        if not low <= value <= high or open_low and value == low:
-            raise argparse.ArgumentTypeError(f"{text} must be {'above' if open_low else 'at least'} {low}"
-                                             + (f" and at most {high}" if high < float("inf") else ""))
-        return value
-    convert.__name__ = kind.__name__
-    return convert
 
 
 def numbers(text):
@@ -350,7 +338,7 @@ def main(arguments):
     options = parse(arguments)
     run = open_run(options.run or newest_run(), options.device)
     if options.layer >= run.config.layers:
-        raise SteerError(f"there is no layer {options.layer}: this model has the layers 0 to {run.config.layers - 1}")
+        raise UserError(f"there is no layer {options.layer}: this model has the layers 0 to {run.config.layers - 1}")
     text = read_text(options.prompt_file) if options.prompt_file else options.prompt
     prompt = prompt_tokens(run, text or "")
     asked = (text, options.steer, options.vector, options.positive, options.negative, options.feature, options.features,
@@ -377,9 +365,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (CheckpointError, ConfigError, DataError, FeatureError, SteerError) as error:
-        sys.exit(f"sample.py: {error}")
-    except (KeyboardInterrupt, BrokenPipeError):
-        sys.exit(1)
+    run_script(main)

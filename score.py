@@ -11,17 +11,16 @@ only where a token is scored.
 import collections
 import contextlib
 import itertools
-import os
-import sys
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from helpers import progress
 from model import Cache
 from ops import chunks
-from train import all_reduce
+from ranks import all_reduce
 
 STEP = 16  # tokens: with longer steps more questions share a pass, but their answers share less
 
@@ -72,11 +71,6 @@ def plan(requests, batch_tokens):
     return batches
 
 
-def progress(what, done, total):
-    if sys.stderr.isatty() and int(os.environ.get("RANK", 0)) == 0:
-        print(f"\r\x1b[K{what} {done / total:.0%}" if done < total else "\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 class Scorer:
     """score(requests) for a model, with the work shared out over the ranks.
 
@@ -103,7 +97,7 @@ class Scorer:
         for index, (prefix, groups) in enumerate(batches):
             if index % self.ranks == self.rank:
                 found[:, list(itertools.chain(*groups))] = self.score_batch(requests, prefix, groups)
-            progress(what, index + 1, len(batches))
+            progress(f"{what} {(index + 1) / len(batches):.0%}" if index + 1 < len(batches) else "")
         log_probs, greedy = all_reduce(found).cpu().numpy()
         return log_probs, greedy == [request.count for request in requests]
 

@@ -27,15 +27,12 @@ import torch.nn.functional as F
 import toyworld
 from dpb import Code, unfold
 from features import read_arrays, read_codes, weights_hash, write_arrays
+from helpers import UserError
 from tokenizer import END, encode
 
 TOY_SEED = 2  # of the documents that vectors are made from: training has those of seed 0, validation those of seed 1
 # k, steps, the rate, the dense layer and the kind of toy text were chosen on other concepts than these ten.
 HELD_OUT = tuple(toyworld.TOPICS)[1::3][:10]
-
-
-class SteerError(ValueError):
-    """A sentence for the user."""
 
 
 class Vector(NamedTuple):
@@ -53,10 +50,10 @@ class Vector(NamedTuple):
         """The vector in a file, if it is one and was made for this model."""
         arrays = read_arrays(path, say=lambda problem: None)
         if arrays is None or set(arrays) != set(cls._fields):
-            raise SteerError(f"{path} is missing, damaged, or no vector that --save-vector has written")
+            raise UserError(f"{path} is missing, damaged, or no vector that --save-vector has written")
         concept, made_for = str(arrays["concept"]), str(arrays["model"])
         if made_for != weights_hash(model):
-            raise SteerError(f"{path} is a vector of another model, whose features mean other things: make one for this model "
+            raise UserError(f"{path} is a vector of another model, whose features mean other things: make one for this model "
                              f"with --steer {concept} --save-vector FILE")
         return cls(concept, made_for, *(torch.from_numpy(arrays[name]) for name in cls._fields[2:]))
 
@@ -138,7 +135,7 @@ def contrast(run, concept, positive, negative, k=256, layer=0, steps=100):
     """The Vector of a concept from texts that have it and texts that do not. layer: of a dense model."""
     for name, texts in (("positive", positive), ("negative", negative)):
         if not any(text.strip() for text in texts):
-            raise SteerError(f"there is no {name} text: the contrast needs some of both")
+            raise UserError(f"there is no {name} text: the contrast needs some of both")
     if run.model.blocks[0].bottleneck is None:
         layers, indices = torch.tensor([layer]), torch.arange(run.config.d)[None]
         weights = mean_stream(run, positive, layer) - mean_stream(run, negative, layer)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenizer import DataError, encode
+from helpers import UserError
+from tokenizer import encode
 
 # Of each data set: its name and configuration on the Hugging Face hub, its split, and the local file that stands in for it.
 SETS = {
@@ -78,9 +79,9 @@ def questions(name, folder=None, limit=None):
         try:
             found.append({"hellaswag": hellaswag, "lambada": lambada}[name](record))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise DataError(f"record {number} of {where} is no question of {name} ({error!r}): get the data again") from None
+            raise UserError(f"record {number} of {where} is no question of {name} ({error!r}): get the data again") from None
     if not found:
-        raise DataError(f"{where} holds no questions: get the data again")
+        raise UserError(f"{where} holds no questions: get the data again")
     return found, where
 
 
@@ -104,9 +105,9 @@ def read_lines(path):
                 try:
                     yield json.loads(line)
                 except ValueError as error:
-                    raise DataError(f"{path}, line {number}, is not JSON ({error}): get the file again") from None
+                    raise UserError(f"{path}, line {number}, is not JSON ({error}): get the file again") from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): give the folder that has it with --data DIR, or leave "
+        raise UserError(f"{path} cannot be read ({error.strerror}): give the folder that has it with --data DIR, or leave "
                         "--data off to read from the Hugging Face hub") from None
 
 
@@ -116,5 +117,5 @@ def hub_records(name, config, split, limit, way_out):
         import datasets
         yield from itertools.islice(datasets.load_dataset(name, config, split=split, streaming=True), limit)
     except Exception as error:  # whatever is not installed, or the network makes of it
-        raise DataError(f"{name} cannot be read from the Hugging Face hub ({type(error).__name__}: {error}). Two ways out: the "
+        raise UserError(f"{name} cannot be read from the Hugging Face hub ({type(error).__name__}: {error}). Two ways out: the "
                         f"package datasets and a network, or {way_out}") from error

@@ -17,12 +17,10 @@ import os
 import regex  # comes with tiktoken, whose patterns need it
 import tiktoken
 
+from helpers import UserError
+
 END = "<|endoftext|>"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-
-
-class DataError(ValueError):
-    """Something about the data that the user can put right: the message says what, and how."""
 
 
 def well_formed(text):
@@ -113,7 +111,7 @@ def train_bpe(counts, size, pattern=GPT2_PATTERN, words=()):
     words = [word.encode() for word in dict.fromkeys(words)]
     room = size - 257 - sum(len(word) > 1 for word in words)
     if room < 0:
-        raise DataError(f"a tokenizer of {size} entries cannot hold 256 bytes, {END} and {len(words)} whole words: it "
+        raise UserError(f"a tokenizer of {size} entries cannot hold 256 bytes, {END} and {len(words)} whole words: it "
                         f"needs at least {size - room} entries, that is bpe:{size - room}")
     ranks = {bytes([b]): b for b in range(256)}
     for token in merges({word: count for word, count in counts.items() if word.encode() not in words}):
@@ -126,7 +124,7 @@ def train_bpe(counts, size, pattern=GPT2_PATTERN, words=()):
     encoding = tiktoken.Encoding(f"bpe:{size}", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
     for word in words:
         if len(encode(encoding, word.decode())) != 1:
-            raise DataError(f"the word {word.decode()!r} cannot be one token: the pattern {pattern} cuts it")
+            raise UserError(f"the word {word.decode()!r} cannot be one token: the pattern {pattern} cuts it")
     return encoding
 
 
@@ -134,7 +132,7 @@ def gpt2():
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the network makes of it
-        raise DataError(f"GPT-2's tokenizer could not be downloaded ({type(error).__name__}). Two ways out: set "
+        raise UserError(f"GPT-2's tokenizer could not be downloaded ({type(error).__name__}). Two ways out: set "
                         "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has cached it on another machine, or train "
                         "one on your own text with --tokenizer bpe:4096") from error
 
@@ -160,7 +158,7 @@ def unpack_tokenizer(packed, path="this tokenizer"):
         except (KeyError, TypeError, ValueError):
             encoding = None
     if encoding is None or pack_tokenizer(encoding)["id"] != packed.get("id"):
-        raise DataError(f"{path} is damaged, or not ours: its content does not match its id. Restore it from a copy, or "
+        raise UserError(f"{path} is damaged, or not ours: its content does not match its id. Restore it from a copy, or "
                         "prepare the data again in a new folder")
     return encoding
 
@@ -169,7 +167,7 @@ def load_tokenizer(folder):
     """The tiktoken.Encoding with which the shards of a folder were made."""
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(path):
-        raise DataError(f"{path} is missing: {folder} is no folder that data.py has made")
+        raise UserError(f"{path} is missing: {folder} is no folder that data.py has made")
     with open(path) as file:
         try:
             packed = dict(json.load(file))
@@ -187,5 +185,5 @@ def make_tokenizer(spec, texts, limit, pattern=GPT2_PATTERN, words=()):
         return train_bpe(word_counts(texts(), pattern, limit), int(size), pattern, words)
     if os.path.isdir(spec):
         return load_tokenizer(spec)
-    raise DataError(f"there is no tokenizer {spec!r}: choose gpt2, or bpe:N for one of N entries (bpe:4096), or a folder "
+    raise UserError(f"there is no tokenizer {spec!r}: choose gpt2, or bpe:N for one of N entries (bpe:4096), or a folder "
                     "that data.py has made")

@@ -16,7 +16,6 @@ to one class only, and a topic's words to no other topic.
 import argparse
 import functools
 import re
-import sys
 import time
 from collections import Counter
 from itertools import permutations, product
@@ -529,7 +528,5 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(f"toyworld.py: {error}")
+    from helpers import run_script
+    run_script(main, told=ValueError)

@@ -15,135 +15,38 @@ import itertools
 import json
 import math
 import os
-import platform
-import secrets
 import signal
-import sys
 import time
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import config as configs
 import data
 import plot
-from checkpoint import CheckpointError, checkpoint_path, commit, load, load_newest, save
-from dpb import Code, DeepParityBottleneck, update_moments
+from checkpoint import checkpoint_path, load, load_newest, save
+from dpb import DeepParityBottleneck, update_moments
+from features import FeatureCounts
+from helpers import UserError, progress, provenance, run_script, say, whole_file, write_json
 from model import GPT
 from optim import MuonAdam, schedule, split_parameters
+from ranks import all_reduce, barrier, leave_ranks, start_ranks
 from tokenizer import load_tokenizer, pack_tokenizer
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "4090": 165e12}  # dense bfloat16, per second
-
-
-class TrainError(RuntimeError):
-    """A sentence for the user."""
-
-
-# Ranks. Without torchrun there is one, and nothing is communicated.
-
-
-def start_ranks(config):
-    """(rank, ranks, device); joins the process group that torchrun describes."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise TrainError("device='cuda', but torch finds no GPU: use --device=cpu, or install a CUDA build of torch")
-    if "RANK" not in os.environ:
-        return 0, 1, torch.device(device)
-    if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    store, rank, ranks = next(dist.rendezvous("env://"))
-    store = store_of_this_attempt(store, rank, ranks)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=store, rank=rank, world_size=ranks)
-    return rank, ranks, torch.device(device)
-
-
-def store_of_this_attempt(store, rank, ranks):
-    """
-    A store without the keys of earlier attempts. torchrun keeps one store over its restarts, and a rank that reads
-    the address of a process that is gone can't connect. Nor do nodes agree on the number of restarts: each counts its own.
-    So rank 0 draws a name for the attempt and tells it to every rank that can answer.
-    """
-    name = secrets.token_hex(8)
-    if rank:
-        store.set(f"hello/{rank}", name)
-        attempt = store.get(f"attempt of {name}").decode()  # waits for rank 0
-        store.set(f"{attempt}/answer/{rank}", "")
-        return dist.PrefixStore(attempt, store)
-    deadline = time.monotonic() + store.timeout.total_seconds()
-    waiting = set(range(1, ranks))
-    while waiting:
-        for other in sorted(waiting):
-            if store.check([f"{name}/answer/{other}"]):
-                waiting.remove(other)
-            elif store.check([f"hello/{other}"]):  # perhaps of a process that is gone: the living one will overwrite it
-                store.set(f"attempt of {store.get(f'hello/{other}').decode()}", name)
-        if time.monotonic() > deadline:
-            raise TrainError(f"ranks {sorted(waiting)} did not come within {store.timeout}: is train.py running on every node?")
-        time.sleep(0.02)
-    return dist.PrefixStore(name, store)
-
-
-def all_reduce(tensor, op=dist.ReduceOp.SUM):
-    if dist.is_initialized():
-        dist.all_reduce(tensor, op)
-    return tensor
-
-
-def barrier():
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def micro_steps(config, ranks):
     """Accumulation steps of one optimiser step on each rank: the fewest whose passes hold at most micro_batch sequences."""
     sequences, left = divmod(config.batch_tokens // config.context, ranks)
     if left or not sequences:
-        raise TrainError(f"batch_tokens={config.batch_tokens} is {config.batch_tokens // config.context} sequences, which {ranks} ranks "
+        raise UserError(f"batch_tokens={config.batch_tokens} is {config.batch_tokens // config.context} sequences, which {ranks} ranks "
                          f"cannot share evenly: use a multiple of {ranks * config.context}")
     most = config.micro_batch or max(1, 16384 // config.context)
     return next(n for n in range(1, sequences + 1) if sequences % n == 0 and sequences // n <= most)
 
 
 # Evaluation
-
-
-class FeatureCounts:
-    """What the features of every bottleneck do, summed over batches and, with `reduce`, over ranks.
-
-    fired (layers, m): on how many tokens each feature was active.  explained (layers, levels): the fraction of variance
-    explained, 1 - |h - y|^2 / |h - mean h|^2, of the input h by the output y, without the features of higher levels.
-    """
-
-    def __init__(self, model):
-        self.layers = [block.bottleneck for block in model.blocks if block.bottleneck is not None]
-        m, levels = (self.layers[0].m, len(self.layers[0].active)) if self.layers else (0, 0)
-
-        def zeros(*shape, dtype=torch.float64):
-            return torch.zeros(len(self.layers), *shape, dtype=dtype, device=model.embedding.weight.device)
-        self.fired, self.tokens = zeros(m, dtype=torch.int64), zeros(1)
-        self.total, self.squares, self.errors = zeros(model.config.d), zeros(1), zeros(levels)  # h, |h|^2, |h - y|^2
-
-    def add(self, record):
-        """The (code, output, input) of every layer on one batch."""
-        for number, (layer, (code, y, h)) in enumerate(zip(self.layers, record)):
-            outputs = [layer.decode(Code(code.indices, code.coefs.masked_fill(code.indices >= high, 0)), like=h)
-                       for high in layer.lows[1:-1]] + [y]
-            h = h.double().flatten(0, 1)  # (N, d)
-            self.fired[number] += torch.bincount(code.indices[code.coefs != 0], minlength=layer.m)
-            self.tokens[number] += len(h)
-            self.total[number] += h.sum(0)
-            self.squares[number] += h.square().sum()
-            self.errors[number] += torch.stack([(h - output.double().flatten(0, 1)).square().sum() for output in outputs])
-
-    def reduce(self):
-        for tensor in (self.fired, self.tokens, self.total, self.squares, self.errors) if self.layers else ():
-            all_reduce(tensor)
-        self.explained = 1 - self.errors / (self.squares - self.total.square().sum(1, keepdim=True) / self.tokens)
 
 
 @torch.no_grad()
@@ -206,20 +109,10 @@ def ask_toy_questions(model, encoding, device, count=256):
 # The run
 
 
-def say(text):
-    if int(os.environ.get("RANK", 0)) == 0:
-        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-        print(clear + str(text), flush=True)
-
-
 def write_config(config, model, ranks, device):
-    about = {"commit": commit(), "torch": torch.__version__, "python": platform.python_version(), "ranks": ranks,
-             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-             "parameters": model.count_parameters()}
-    path = os.path.join(config.out, "config.json")
-    with open(f"{path}.tmp", "w") as file:
-        json.dump(dataclasses.asdict(config) | {"about": about}, file, indent=2)
-    os.replace(f"{path}.tmp", path)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    about = provenance() | {"ranks": ranks, "device": where, "parameters": model.count_parameters()}
+    write_json(os.path.join(config.out, "config.json"), dataclasses.asdict(config) | {"about": about}, indent=2)
 
 
 class Metrics:
@@ -228,9 +121,8 @@ class Metrics:
     def __init__(self, config, step):
         self.path = os.path.join(config.out, "metrics.jsonl")
         rows = [row for row in read_metrics(config.out) if row["step"] <= step] if step else []
-        with open(f"{self.path}.tmp", "w") as file:
+        with whole_file(self.path) as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        os.replace(f"{self.path}.tmp", self.path)
         self.loggers = []
         if config.wandb:
             wandb = optional("wandb")
@@ -252,7 +144,7 @@ def optional(module, package=None):
     try:
         return __import__(module, fromlist=["_"])
     except ImportError:
-        raise TrainError(f"{package or module} is not installed: pip install {package or module}, or leave it off") from None
+        raise UserError(f"{package or module} is not installed: pip install {package or module}, or leave it off") from None
 
 
 def read_metrics(out):
@@ -289,7 +181,7 @@ def flops_per_token(model):
 
 
 def train(config):
-    rank, ranks, device = start_ranks(config)
+    rank, ranks, device = start_ranks(config.device)
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # what is left in float32 on a GPU may use TF32
     micros = micro_steps(config, ranks)
@@ -307,10 +199,10 @@ def train(config):
         changed = configs.differences(config, checkpoint["config"])
         if changed:
             listed = ", ".join(f"{key} (was {checkpoint['config'][key]}, now {getattr(config, key)})" for key in changed)
-            raise TrainError(f"{config.out} holds a run with another config: {listed}. Restore it, choose another --out, or "
+            raise UserError(f"{config.out} holds a run with another config: {listed}. Restore it, choose another --out, or "
                              "start over with --fresh=true")
         if checkpoint["tokenizer"]["id"] != train_tokens.tokenizer_id:
-            raise TrainError(f"{config.out} was trained on data of another tokenizer than {config.data}'s: give its own --data, "
+            raise UserError(f"{config.out} was trained on data of another tokenizer than {config.data}'s: give its own --data, "
                              "or start over with --fresh=true")
         model.load_state_dict(checkpoint["model"])
         if checkpoint["step"] >= config.max_steps or checkpoint["stopped"]:
@@ -324,7 +216,7 @@ def train(config):
         try:
             model.load_state_dict(load(path)["model"])
         except RuntimeError as error:
-            raise TrainError(f"{path} holds another model than this config: {error}") from error
+            raise UserError(f"{path} holds another model than this config: {error}") from error
         say(f"starting from the weights of {path}")
     del checkpoint
 
@@ -359,7 +251,7 @@ def train(config):
         if rank == 0:
             try:
                 save(os.path.join(config.out, "ckpt.pt"), content, keep=True)
-            except CheckpointError as error:
+            except UserError as error:
                 if must:
                     raise
                 say(f"{error}. Going on; the last good checkpoint is older")
@@ -392,7 +284,7 @@ def train(config):
             loss, leave = all_reduce(seen).tolist()
             grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise TrainError(diverged(config, step, loss, grad_norm))
+                raise UserError(diverged(config, step, loss, grad_norm))
             optimizer.step()
             optimizer.zero_grad()
             update_moments(model)
@@ -416,8 +308,7 @@ def train(config):
                 row["tokens_per_second"] = round(config.batch_tokens * (step - first) / (now - began))
                 if metrics:
                     metrics.write(row)
-            if rank == 0 and sys.stderr.isatty():
-                progress(config, step, loss, now - since, (now - began) / (step - first), model, peak, ranks)
+            show_progress(config, step, loss, now - since, (now - began) / (step - first), model, peak, ranks)
             since = time.perf_counter()
             if step % config.save_every == 0 or final or stopped or leave:
                 save_run(must=final or stopped or leave)
@@ -443,7 +334,7 @@ def stop_soon(number, asked):
 def save_best(config, content):
     try:
         save(os.path.join(config.out, "best.pt"), content)
-    except CheckpointError as error:
+    except UserError as error:
         say(error)
 
 
@@ -462,12 +353,11 @@ def describe(row, config):
     return text + "".join(f"  {kind} {row[kind]:.2f}" for kind in ("ioi", "pronoun", "greater_than") if kind in row)
 
 
-def progress(config, step, loss, seconds, mean_seconds, model, peak, ranks):
+def show_progress(config, step, loss, seconds, mean_seconds, model, peak, ranks):
     rate = config.batch_tokens / seconds
     left = int((config.max_steps - step) * mean_seconds)
     use = f"  MFU {rate * flops_per_token(model) / peak / ranks:.1%}" if peak else ""
-    print(f"\r\x1b[Kstep {step}/{config.max_steps}  loss {loss:.4f}  {rate:,.0f} tokens/s{use}  {left // 60}:{left % 60:02d} left",
-          end="", file=sys.stderr, flush=True)
+    progress(f"step {step}/{config.max_steps}  loss {loss:.4f}  {rate:,.0f} tokens/s{use}  {left // 60}:{left % 60:02d} left")
 
 
 def finish(config):
@@ -484,17 +374,12 @@ def finish(config):
             say(f"next: python {script} {config.out}")
 
 
-def main():
+def main(arguments):
     try:
-        train(configs.load(sys.argv[1:]))
-    except (TrainError, CheckpointError, configs.ConfigError, data.DataError) as error:
-        sys.exit(f"train.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("train.py: left at once; the last checkpoint is kept")
+        train(configs.load(arguments))
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_ranks()
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, "left at once; the last checkpoint is kept")

@@ -4,6 +4,7 @@ import glob
 import pytest
 
 import config
+from helpers import UserError
 
 
 def load(tmp_path, text="", *arguments):
@@ -33,7 +34,7 @@ def test_values_expressions_and_overrides(tmp_path):
 
 @pytest.mark.parametrize("text, argument, words", [
     ("max_step = 3", "", "line 1: there is no setting 'max_step': did you mean 'max_steps'"),
-    ("", "--zzz=3", "there is no setting 'zzz'. The settings are layers"),
+    ("", "--zzz=3", "there is no setting 'zzz': the names are layers"),
     ("", "--seed", "--seed has no value: write --seed=value"),
     ("layers = 'two'", "", "layers must be a whole number, not 'two'"),
     ("layers = 2.5", "", "layers must be a whole number, not 2.5"),
@@ -58,14 +59,14 @@ def test_values_expressions_and_overrides(tmp_path):
     ("bottleneck = 'none'\nvariance_weight = 0.1", "", "need a bottleneck"),
 ])
 def test_wrong_settings_are_answered(tmp_path, text, argument, words):
-    with pytest.raises(config.ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         load(tmp_path, text, *([argument] if argument else []))
 
 
 def test_a_missing_file_is_answered_with_the_nearest():
-    with pytest.raises(config.ConfigError, match="did you mean configs/tiny.py"):
+    with pytest.raises(UserError, match="did you mean 'configs/tiny.py'"):
         config.load(["configs/tinny.py"])
-    with pytest.raises(config.ConfigError, match="give one config file"):
+    with pytest.raises(UserError, match="give one config file"):
         config.load(["--seed=1"])
 
 

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +19,9 @@ import tiktoken
 import torch
 
 import data
-from data import DataError, Tokens, prepare
+import helpers
+from data import Tokens, prepare
+from helpers import UserError, write_json
 from tokenizer import END, encode, load_tokenizer, pack_tokenizer, train_bpe, unpack_tokenizer, word_counts
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -137,9 +138,9 @@ def test_chosen_words_are_single_tokens_and_the_vocabulary_is_full():
     assert all(len(encoding.encode_ordinary(word)) == 1 for word in words)
     assert encoding.decode_tokens_bytes(encoding.encode_ordinary(" 1799")) == [b" 17", b"9", b"9"]
     assert encoding.n_vocab == 380
-    with pytest.raises(DataError, match="bpe:320"):
+    with pytest.raises(UserError, match="bpe:320"):
         train_bpe({}, 300, words=[f" {chr(97 + i % 26)}word{i // 26}" for i in range(63)])
-    with pytest.raises(DataError, match="' two words' cannot be one token"):
+    with pytest.raises(UserError, match="' two words' cannot be one token"):
         train_bpe({}, 300, words=[" two words"])
 
 
@@ -150,12 +151,12 @@ def test_a_tokenizer_survives_its_file_and_damage_to_the_file_is_noticed(tmp_pat
     assert again.encode_ordinary("the fox 東京") == encoding.encode_ordinary("the fox 東京")
     assert again.eot_token == encoding.eot_token and pack_tokenizer(again) == packed
     for change in ({"ranks": packed["ranks"][:-1]}, {"pattern": "."}, {"id": "0"}, {"special": {}}, {"ranks": 3}):
-        with pytest.raises(DataError, match="does not match its id"):
+        with pytest.raises(UserError, match="does not match its id"):
             unpack_tokenizer({**packed, **change})
-    with pytest.raises(DataError, match="does not match its id"):
+    with pytest.raises(UserError, match="does not match its id"):
         unpack_tokenizer({"name": "bpe:300"})
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(DataError, match="tokenizer.json is damaged"):
+    with pytest.raises(UserError, match="tokenizer.json is damaged"):
         load_tokenizer(str(tmp_path))
 
 
@@ -164,9 +165,9 @@ def test_without_gpt2s_tokenizer_the_error_names_both_ways_out(tmp_path, monkeyp
         raise ConnectionError
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     file = write_jsonl(tmp_path / "a.jsonl", sentences(30))
-    with pytest.raises(DataError, match="(?s)TIKTOKEN_CACHE_DIR.*bpe:4096"):
+    with pytest.raises(UserError, match="(?s)TIKTOKEN_CACHE_DIR.*bpe:4096"):
         prepare(data.text_source([file]), str(tmp_path / "out"))
-    with pytest.raises(DataError, match="'gpt3'.*gpt2.*bpe:N"):
+    with pytest.raises(UserError, match="'gpt3'.*gpt2.*bpe:N"):
         prepare(data.text_source([file]), str(tmp_path / "out"), "gpt3")
 
 
@@ -174,8 +175,8 @@ def test_another_folders_tokenizer_can_be_used(tmp_path):
     first = make(tmp_path, sentences(100))
     second = make(tmp_path, sentences(100, seed=1), "second", tokenizer=first)
     assert Tokens(first).tokenizer_id == Tokens(second).tokenizer_id == pack_tokenizer(load_tokenizer(second))["id"]
-    data.write_json(os.path.join(second, "tokenizer.json"), pack_tokenizer(train_bpe({}, 257)))
-    with pytest.raises(DataError, match="second.tokenizer.json is not the tokenizer with which the shards were made"):
+    write_json(os.path.join(second, "tokenizer.json"), pack_tokenizer(train_bpe({}, 257)))
+    with pytest.raises(UserError, match="second.tokenizer.json is not the tokenizer with which the shards were made"):
         Tokens(second)
 
 
@@ -253,7 +254,7 @@ def test_a_long_text_is_cut_without_changing_it_or_its_tokens(tmp_path):
 def test_bad_files_are_named_with_the_remedy(tmp_path):
     def expect(message, name, raw, field="text"):
         (tmp_path / name).write_bytes(raw)
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(UserError, match=message):
             list(data.text_source([str(tmp_path / name)], field).open(None)[0])
     expect(r"empty.txt is empty: leave it out", "empty.txt", b"")
     expect(r"blank.jsonl holds no text: leave it out", "blank.jsonl", b"\n\n")
@@ -268,9 +269,9 @@ def test_bad_files_are_named_with_the_remedy(tmp_path):
     expect(r"f.txt.gz cannot be unpacked", "f.txt.gz", gzip.compress(b"hello " * 1000)[:-9])
     expect(r"g.txt.gz cannot be unpacked", "g.txt.gz", b"not gzip at all")
     expect(r"h.docx is of no known kind: .*\.txt", "h.docx", b"x")
-    with pytest.raises(DataError, match=r"no file matches .*nothing\*"):
+    with pytest.raises(UserError, match=r"no file matches .*nothing\*"):
         data.text_source([str(tmp_path / "nothing*")])
-    with pytest.raises(DataError, match="is a folder: name the files"):
+    with pytest.raises(UserError, match="is a folder: name the files"):
         data.text_source([str(tmp_path)])
 
 
@@ -296,11 +297,11 @@ def test_splits_keep_every_document_once_and_equal_ones_together(tmp_path):
 def test_no_validation_and_empty_splits(tmp_path):
     folder = make(tmp_path, sentences(20), val_fraction=0)
     assert len(documents(folder, "train")) == 20
-    with pytest.raises(DataError, match="no val split: .*--val-fraction"):
+    with pytest.raises(UserError, match="no val split: .*--val-fraction"):
         Tokens(folder, "val")
-    with pytest.raises(DataError, match="none of 1 documents fell into the (train|val) split, at --val-fraction 0.5"):
+    with pytest.raises(UserError, match="none of 1 documents fell into the (train|val) split, at --val-fraction 0.5"):
         make(tmp_path, ["only one"], "one", val_fraction=0.5)
-    with pytest.raises(DataError, match="one is not finished|one has no prepared data"):
+    with pytest.raises(UserError, match="one is not finished|one has no prepared data"):
         Tokens(str(tmp_path / "one"))
 
 
@@ -346,7 +347,7 @@ def test_damaged_shards_are_recognised_and_named(tmp_path):
         else:
             with open(path, "wb") as file:
                 file.write(raw)
-        with pytest.raises(DataError, match=f"(?s)train_00001.bin.*{message}|{message}") as caught:
+        with pytest.raises(UserError, match=f"(?s)train_00001.bin.*{message}|{message}") as caught:
             Tokens(folder)
         assert "train_00001.bin" in str(caught.value) and "again" in str(caught.value)
     with open(path, "wb") as file:
@@ -356,7 +357,7 @@ def test_damaged_shards_are_recognised_and_named(tmp_path):
         file.seek(4096)
         file.write(bytes([good[4096] ^ 1]))
     os.utime(path, ns=(0, 12345))
-    assert "checksum" in str(pytest.raises(DataError, Tokens, folder).value)
+    assert "checksum" in str(pytest.raises(UserError, Tokens, folder).value)
     result = command("check", folder)
     assert result.returncode == 1 and "train_00001.bin" in result.stderr and "Traceback" not in result.stderr
 
@@ -397,7 +398,7 @@ while True:
     kills += 1
     try:
         sys.exit("a killed run looks finished: " + str(data.Tokens(sys.argv[4])))
-    except data.DataError:
+    except UserError:
         pass
 print(kills)
 """
@@ -424,9 +425,9 @@ def test_a_streamed_data_set_is_tokenised_completely_and_stops_at_the_budget(tmp
     some, tokenizer = str(tmp_path / "some"), str(tmp_path / "all")
     prepare(data.hub_source(folder), some, tokenizer, 5000, val_fraction=0.1, shard_tokens=3000)
     assert len(Tokens(some)) == 5000
-    with pytest.raises(DataError, match="no field 'body'.*--field"):
+    with pytest.raises(UserError, match="no field 'body'.*--field"):
         prepare(data.hub_source(folder, field="body"), str(tmp_path / "x"), "bpe:400")
-    with pytest.raises(DataError, match="data set .*nowhere cannot be opened .*--dataset"):
+    with pytest.raises(UserError, match="data set .*nowhere cannot be opened .*--dataset"):
         prepare(data.hub_source(str(tmp_path / "nowhere")), str(tmp_path / "y"), "bpe:400")
 
 
@@ -480,7 +481,7 @@ def test_a_full_disk_keeps_finished_shards_and_the_run_continues(tmp_path, monke
                 patch.setattr(data.ShardWriter, "append", full(data.ShardWriter.append, 150))
             else:
                 patch.setattr(os, "fsync", full(os.fsync, 12))
-            with pytest.raises(DataError, match="the disk is full .*make room, and the same command again continues"):
+            with pytest.raises(UserError, match="the disk is full .*make room, and the same command again continues"):
                 make(tmp_path, texts, f"full_{place}", shard_tokens=1500)
         folder = str(tmp_path / f"full_{place}")
         assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
@@ -490,13 +491,13 @@ def test_a_full_disk_keeps_finished_shards_and_the_run_continues(tmp_path, monke
         assert one.keys() == two.keys() and all(one[name] == two[name] for name in one if name != "state.json")
 
 
-@pytest.mark.skipif(data.fcntl is None, reason="there are no file locks on this system")
+@pytest.mark.skipif(helpers.fcntl is None, reason="there are no file locks on this system")
 def test_two_writers_to_one_folder(tmp_path):
     out = str(tmp_path / "data")
-    with data.locked(out, wait=False):
-        with pytest.raises(DataError, match=rf"another process \(pid {os.getpid()}\) is writing to .*data: let it"):
+    with helpers.locked(out, wait=False):
+        with pytest.raises(UserError, match=rf"another process \(pid {os.getpid()}\) is writing to .*data: let it"):
             make(tmp_path, sentences(30))
-    with data.locked(out, wait=False):
+    with helpers.locked(out, wait=False):
         waiting = threading.Thread(target=make, args=(tmp_path, sentences(30)), kwargs={"wait": True})
         waiting.start()
         time.sleep(0.3)
@@ -509,9 +510,9 @@ def test_a_folder_is_not_overwritten_by_other_settings(tmp_path, capsys):
     folder = make(tmp_path, sentences(100))
     before = content(folder)
     for change in ({"val_fraction": 0.1}, {"tokenizer": "bpe:300"}, {"tokens": 50}, {"shard_tokens": 77}):
-        with pytest.raises(DataError, match=f"another {next(iter(change))}: choose another --out"):
+        with pytest.raises(UserError, match=f"another {next(iter(change))}: choose another --out"):
             make(tmp_path, sentences(100), **change)
-    with pytest.raises(DataError, match="another source"):
+    with pytest.raises(UserError, match="another source"):
         make(tmp_path, sentences(101))
     make(tmp_path, sentences(100))
     assert "finished already" in capsys.readouterr().err and content(folder) == before
@@ -551,7 +552,7 @@ def test_a_batch_does_not_depend_on_ranks_or_accumulation(stream):
             assert torch.equal(torch.cat(parts), whole)
     assert not torch.equal(stream.batch(1, 0, 24, 32), stream.batch(2, 0, 24, 32))
     assert torch.equal(Tokens(stream.folder).batch(1, 7, 24, 32), stream.batch(1, 7, 24, 32))
-    with pytest.raises(DataError, match="24 windows .* 5 ranks and 2 accumulation steps: choose a multiple of 10"):
+    with pytest.raises(UserError, match="24 windows .* 5 ranks and 2 accumulation steps: choose a multiple of 10"):
         stream.batch(1, 0, 24, 32, 0, 5, 0, 2)
 
 
@@ -578,15 +579,15 @@ def test_shuffling_is_a_permutation_that_looks_random_and_costs_nothing():
 
 def test_small_data_and_wrong_vocabularies_are_answered(tmp_path):
     tokens = Tokens(make(tmp_path, sentences(20)))
-    with pytest.raises(DataError, match=f"has {len(tokens):,} tokens in train, fewer than one window of 4,097: take a"):
+    with pytest.raises(UserError, match=f"has {len(tokens):,} tokens in train, fewer than one window of 4,097: take a"):
         tokens.batch(0, 0, 1, 4096)
     assert tokens.batch(0, 3, 2, len(tokens) - 1).shape == (2, len(tokens))  # the one window there is
     data.check_vocabulary(tokens, tokens.vocab_size)
-    with pytest.raises(DataError, match=f"vocab_size is 100: set vocab_size to {tokens.vocab_size}"):
+    with pytest.raises(UserError, match=f"vocab_size is 100: set vocab_size to {tokens.vocab_size}"):
         data.check_vocabulary(tokens, 100)
     with pytest.raises(IndexError):
         tokens.read(0, len(tokens) + 1)
-    with pytest.raises(DataError, match="nowhere has no prepared data: make it with python data.py"):
+    with pytest.raises(UserError, match="nowhere has no prepared data: make it with python data.py"):
         Tokens(str(tmp_path / "nowhere"))
 
 
@@ -597,11 +598,11 @@ def test_prefetch_keeps_order_raises_errors_in_place_and_stops_cleanly(stream):
 
     def fail(step):
         if step == 3:
-            raise DataError("step three")
+            raise UserError("step three")
         return torch.tensor(step)
 
     seen = []
-    with pytest.raises(DataError, match="step three"):
+    with pytest.raises(UserError, match="step three"):
         for item in data.prefetch(fail, range(10)):
             seen.append(item.item())
     assert seen == [0, 1, 2]
@@ -619,8 +620,8 @@ def test_a_loader_does_not_hold_up_a_gpu(tmp_path):
     writer = data.ShardWriter(str(folder / "train_00000.bin"), encoding, pack_tokenizer(encoding)["id"])
     writer.append(np.random.default_rng(0).integers(0, 256, 20_000_000))
     writer.finish()
-    data.write_json(str(folder / "tokenizer.json"), pack_tokenizer(encoding))
-    data.write_json(str(folder / "state.json"), {"done": True, "shards": {"train": [["train_00000.bin", 20_000_000]]}})
+    write_json(str(folder / "tokenizer.json"), pack_tokenizer(encoding))
+    write_json(str(folder / "state.json"), {"done": True, "shards": {"train": [["train_00000.bin", 20_000_000]]}})
     tokens = Tokens(str(folder))
     times = []
     for step in range(5):

@@ -13,12 +13,13 @@ import features
 import sample
 import steer
 import toyworld
-from checkpoint import CheckpointError, open_run, save
+from checkpoint import open_run, save
 from config import Config
 from dpb import Code, DeepParityBottleneck
-from features import FeatureError, open_index, parse_feature, read_codes
+from features import open_index, parse_feature, read_codes
+from helpers import UserError
 from model import GPT
-from steer import SteerError, Vector, contrast, generate, steered, toy_texts
+from steer import Vector, contrast, generate, steered, toy_texts
 from tokenizer import encode, load_tokenizer, pack_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -73,7 +74,7 @@ def command(folder, *arguments, stdin=""):
 
 def refuses(capsys, *arguments):
     """The sentence with which sample.py refuses these arguments."""
-    with pytest.raises((CheckpointError, FeatureError, SteerError)) as error:
+    with pytest.raises((UserError, UserError, UserError)) as error:
         sample.main(list(map(str, arguments)))
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -277,7 +278,7 @@ def test_a_vector_survives_a_file_and_is_refused_by_another_model(any_run, folde
     again = Vector.load(path, any_run.model)
     assert again.concept == "sea" and all(torch.equal(a, b) for a, b in zip(vector[2:], again[2:]))
     other = open_run(str(folder / "out" / ("tiny_topk" if any_run.config.bottleneck == "parity" else "tiny")))
-    with pytest.raises(SteerError, match="another model"):
+    with pytest.raises(UserError, match="another model"):
         Vector.load(path, other.model)
 
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import config as configs
 import data
 import train
-from checkpoint import CheckpointError
+from helpers import UserError
+from ranks import store_of_this_attempt
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = """
@@ -180,7 +181,7 @@ def test_ranks_of_a_restart_do_not_meet_those_of_the_attempt_before():
     store = dist.HashStore()
     for _ in range(3):  # the second and third time, the store is full of what is over
         with futures.ThreadPoolExecutor(3) as pool:
-            stores = list(pool.map(lambda rank: train.store_of_this_attempt(store, rank, 3), [2, 1, 0]))
+            stores = list(pool.map(lambda rank: store_of_this_attempt(store, rank, 3), [2, 1, 0]))
         assert not stores[0].check(["address"])
         stores[0].set("address", "of rank 2")
         assert stores[1].get("address") == stores[2].get("address") == b"of rank 2"
@@ -209,7 +210,7 @@ def test_a_finished_run_says_so_and_fresh_starts_over(arguments, capsys):
 
 def test_another_config_is_refused_by_the_names_of_the_keys(arguments):
     go(arguments(max_steps=4))
-    with pytest.raises(train.TrainError, match=r"muon_lr \(was 0.02, now 0.5\), seed \(was 0, now 3\)"):
+    with pytest.raises(UserError, match=r"muon_lr \(was 0.02, now 0.5\), seed \(was 0, now 3\)"):
         go(arguments(max_steps=4, muon_lr=0.5, seed=3))
     go(arguments(max_steps=4, log_every=7))  # how often to log may change
 
@@ -232,7 +233,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_used(arguments, ca
     for name in "ckpt.pt", "ckpt.prev.pt":
         with open(os.path.join(config.out, name), "wb") as file:
             file.write(b"no")
-    with pytest.raises(CheckpointError, match="--fresh=true starts over"):
+    with pytest.raises(UserError, match="--fresh=true starts over"):
         go(run)
 
 
@@ -248,7 +249,7 @@ def test_a_full_disk_does_not_cost_the_last_good_checkpoint(arguments, monkeypat
         real(content, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match="ckpt.pt could not be written.*kept"):
+    with pytest.raises(UserError, match="ckpt.pt could not be written.*kept"):
         go(arguments())  # step 4 is saved, step 8 is not (and said), step 12, the last, is an error
     assert "No space left" in capsys.readouterr().out
     assert train.load(os.path.join(config.out, "ckpt.pt"))["step"] == 4
@@ -258,7 +259,7 @@ def test_a_full_disk_does_not_cost_the_last_good_checkpoint(arguments, monkeypat
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_place(arguments):
-    with pytest.raises(train.TrainError) as error:
+    with pytest.raises(UserError) as error:
         go(arguments(adam_lr=1e30, save_every=1))
     text = str(error.value)
     assert "at step" in text and "windows" in text and "last good checkpoint is" in text and "Lower" in text
@@ -278,9 +279,9 @@ def test_fine_tuning_starts_from_the_weights_of_another_run(arguments):
     first = go(arguments("first"))
     tuned = go(arguments("tuned", init_from=configs.load(arguments("first")).out, seed=1))
     assert tuned[0]["loss"] < first[0]["loss"] - 0.5
-    with pytest.raises(train.TrainError, match="holds another model"):
+    with pytest.raises(UserError, match="holds another model"):
         go(arguments("wrong", init_from=configs.load(arguments("first")).out, bottleneck="none", layers=1))
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(UserError, match="holds no checkpoint"):
         go(arguments("none", init_from="nowhere"))
 
 
@@ -315,9 +316,9 @@ def test_wrong_runs_are_answered(arguments, tmp_path):
                           (dict(context=100_000, batch_tokens=100_000), "fewer than one window"), (dict(device="cuda"), "finds no GPU")]:
         if change.get("device") == "cuda" and torch.cuda.is_available():
             continue
-        with pytest.raises((train.TrainError, data.DataError), match=words):
+        with pytest.raises((UserError, UserError), match=words):
             go(arguments("wrong", **change))
-    with pytest.raises(train.TrainError, match="cannot share evenly"):
+    with pytest.raises(UserError, match="cannot share evenly"):
         train.micro_steps(configs.load(arguments(batch_tokens=96)), 2)
     run = subprocess.run([sys.executable, "train.py", "configs/tiny.py", "--lr=3"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1 and run.stderr.startswith("train.py: there is no setting 'lr'") and "Traceback" not in run.stderr
@@ -343,7 +344,7 @@ def test_the_picture_of_several_runs(arguments, tmp_path):
 def test_wandb_and_tensorboard_get_every_row_and_are_asked_for_when_missing(arguments, monkeypatch):
     for package, flag in ("wandb", "wandb"), ("torch.utils.tensorboard", "tensorboard"):
         monkeypatch.setitem(sys.modules, package, None)  # as if not installed
-        with pytest.raises(train.TrainError, match=f"{flag} is not installed: pip install {flag}"):
+        with pytest.raises(UserError, match=f"{flag} is not installed: pip install {flag}"):
             go(arguments(flag, max_steps=2, **{flag: "true"}))
     logged, scalars = [], []
     run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row["loss"])))
@@ -359,7 +360,7 @@ def test_the_progress_line_has_mfu_where_the_peak_is_known(arguments, capsys):
     config = configs.load(arguments())
     model = train.GPT(config)
     for peak in None, 1e9:
-        train.progress(config, 3, 2.5, 0.5, 0.25, model, peak, ranks=2)
+        train.show_progress(config, 3, 2.5, 0.5, 0.25, model, peak, ranks=2)
     plain, known = capsys.readouterr().err.split("\r\x1b[K")[1:]
     assert plain == "step 3/12  loss 2.5000  1,024 tokens/s  0:02 left"
     weights = 2 * 12 * 32 * 32 + 2048 * 32  # of two blocks, and of the embedding, which is also the unembedding

@@ -1,0 +1,220 @@
+"""What several scripts need and none is about: sentences for the user, whole files, progress, small figures.
+
+Imports nothing of ours, so that everything may import it.
+"""
+import argparse
+import contextlib
+import difflib
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # Windows: all works, but two writers to one folder are not noticed
+    fcntl = None
+
+# Sentences
+
+
+class UserError(ValueError):
+    """A sentence for the user: what was given, what was expected, what to do."""
+
+
+def run_script(main, stopped="stopped", told=UserError):
+    """Run main(arguments) as a script: what goes wrong is told in a sentence.
+
+    stopped: what Ctrl-C leaves behind.  told: errors whose text is a sentence already.
+    """
+    name = os.path.basename(sys.argv[0])
+    try:
+        main(sys.argv[1:])
+    except told as error:
+        sys.exit(f"{name}: {error}")
+    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not be tried again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        sys.exit(f"{name}: {error.filename}: {error.strerror}" if error.filename else f"{name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"{name}: {stopped}")
+
+
+def suggest(name, known, least=0.5):
+    """': did you mean ...?' for a name that is not among those known; with none near, all of them if they are few."""
+    near = difflib.get_close_matches(name, known, 1, least)
+    return f": did you mean {near[0]!r}?" if near else f": the names are {', '.join(known)}" if len(known) < 50 else ""
+
+
+def whole_number(text):
+    """An argparse type: 20e9, 5_000 or 300."""
+    value = float(text)
+    if not value.is_integer() or value < 1:
+        raise ValueError
+    return int(value)
+
+
+def within(kind, low, high=math.inf, open_low=False):
+    """An argparse type: a number of this kind from low to high."""
+    def convert(text):
+        value = kind(text)
+        if not low <= value <= high or open_low and value == low:
+            raise argparse.ArgumentTypeError(f"{text} must be {'above' if open_low else 'at least'} {low}"
+                                             + (f" and at most {high}" if high < math.inf else ""))
+        return value
+    convert.__name__ = kind.__name__
+    return convert
+
+
+# Files: whole or not at all
+
+
+@contextlib.contextmanager
+def whole_file(path, mode="w", keep=None):
+    """A file to write that appears under its name when all of it is on disk, or not at all.
+
+    keep: a name under which the file that it replaces stays. At no moment is there no file of the first name.
+    """
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if keep and os.path.exists(path):
+            keep_file(path, keep)
+        os.replace(temporary, path)
+        sync_folder(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+
+
+def keep_file(path, keep):
+    """A second name for a file, in place of what has it now."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{keep}.tmp")
+    try:
+        os.link(path, f"{keep}.tmp")
+    except OSError:  # a file system without links
+        os.replace(path, keep)
+    else:
+        os.replace(f"{keep}.tmp", keep)
+
+
+def sync_folder(path):
+    """A name, too, must outlive a power cut."""
+    if os.name == "posix":
+        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def write_json(path, content, indent=None):
+    with whole_file(path) as file:
+        json.dump(content, file, indent=indent)
+
+
+@contextlib.contextmanager
+def locked(folder, wait=False):
+    """Hold a folder's lock. The system frees it when the process ends, however it ends: no lock is ever stale."""
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise UserError(f"{folder} is a file: choose a folder for --out")
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, ".lock"), "a+") as file:
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"another process (pid {file.read()}) is writing to {folder}: let it finish or stop it, or "
+                            "choose another --out") from None
+        except OSError as error:  # some network file systems have no locks
+            print(f"{folder} cannot be locked ({error.strerror}): let no other process write to it", file=sys.stderr)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+# What made a result
+
+
+@functools.cache
+def commit():
+    """The commit of this code, marked where files were changed since; None outside of git."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
+    try:
+        return subprocess.run(command, cwd=here, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def provenance():
+    """Every file of results says what made it."""
+    return {"commit": commit(), "torch": importlib.metadata.version("torch"), "python": platform.python_version()}
+
+
+# On the screen
+
+
+def say(text):
+    """A line, printed by the first rank only, in place of a progress line if one is there."""
+    if is_first_rank():
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+        print(clear + str(text), flush=True)
+
+
+def progress(text):
+    """A line on a terminal that the next one replaces; "" takes it away."""
+    if sys.stderr.isatty() and is_first_rank():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def is_first_rank():
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+class Progress:
+    """Tokens, tokens per second and time left: one line kept up to date on a terminal, else a line every 30 seconds."""
+
+    def __init__(self, total, start):
+        self.total, self.start, self.began, self.terminal = total, start, time.monotonic(), sys.stderr.isatty()
+        self.next = self.began + (0.5 if self.terminal else 30)
+
+    def show(self, tokens, last=False):
+        now = time.monotonic()
+        if now < self.next and not last:
+            return
+        self.next = now + (0.5 if self.terminal else 30)
+        rate = (tokens - self.start) / max(now - self.began, 1e-9)
+        line = f"{tokens:,} tokens, {rate:,.0f} per second"
+        if self.total and rate and not last:
+            minutes, seconds = divmod(int((self.total - tokens) / rate), 60)
+            line += f", {tokens / self.total:.1%}, {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+        start, end = ("\r", "\033[K" + "\n" * last) if self.terminal else ("", "\n")
+        print(start + line, end=end, file=sys.stderr, flush=True)
+
+
+def print_row(widths, *cells):
+    """The cells of a table's row, or of its head; a negative width aligns to the left."""
+    line = " ".join(f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}" for width, cell in zip(widths, cells))
+    print(line.rstrip(), flush=True)
+
+
+# Figures
+
+
+def standard_error(values):
+    """Of their mean; None for a single one."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
