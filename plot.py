@@ -3,10 +3,27 @@
     python plot.py out/tiny out/tiny_gpt out/tiny_topk [--out losses.png]
 """
 import argparse
+import contextlib
 import json
 import os
 
 from helpers import UserError, run_script
+
+
+def read_metrics(folder):
+    """The rows of a run's metrics.jsonl. A line that is no row, because it was cut off or is not ours, is left out."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "metrics.jsonl"), errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict) and is_number(row.get("step"), int) and is_number(row.get("loss")):
+                    rows.append(row)
+    return rows
+
+
+def is_number(value, kind=(int, float)):
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def losses(folders, path):
@@ -17,10 +34,9 @@ def losses(folders, path):
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for folder in folders:
-        with open(os.path.join(folder, "metrics.jsonl")) as file:
-            rows = [json.loads(line) for line in file]
+        rows = read_metrics(folder)
         name = os.path.basename(os.path.normpath(folder))
-        checked = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+        checked = [(row["step"], row["val_loss"]) for row in rows if is_number(row.get("val_loss"))]
         line, = axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], linewidth=0.8, alpha=0.4)
         if checked:
             label = f"{name}: validation {checked[-1][1]:.3f}"

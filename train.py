@@ -11,13 +11,17 @@ interruptions, so on a CPU a run that was killed and continued writes the same n
 """
 import contextlib
 import dataclasses
+import functools
+import glob
 import itertools
 import json
 import math
 import os
+import secrets
 import signal
 import time
 
+import tiktoken
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +31,7 @@ import plot
 from checkpoint import checkpoint_path, load, load_newest, save
 from dpb import DeepParityBottleneck, update_moments
 from features import FeatureCounts
-from helpers import UserError, progress, provenance, run_script, say, whole_file, write_json
+from helpers import UserError, locked, progress, provenance, run_script, say, whole_file, write_json
 from model import GPT
 from optim import MuonAdam, schedule, split_parameters
 from ranks import all_reduce, barrier, leave_ranks, start_ranks
@@ -109,52 +113,58 @@ def ask_toy_questions(model, encoding, device, count=256):
 # The run
 
 
-def write_config(config, model, ranks, device):
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    about = provenance() | {"ranks": ranks, "device": where, "parameters": model.count_parameters()}
-    write_json(os.path.join(config.out, "config.json"), dataclasses.asdict(config) | {"about": about}, indent=2)
+@dataclasses.dataclass
+class Run:
+    """A run while it trains: what its parts share."""
+    config: configs.Config
+    rank: int
+    ranks: int
+    device: torch.device
+    micros: int                # accumulation steps of one optimiser step
+    tokens: data.Tokens
+    val_tokens: data.Tokens
+    encoding: tiktoken.Encoding
+    model: GPT
+    optimizer: MuonAdam
+    step: int = 0
+    best: float = math.inf     # lowest validation loss
+    best_step: int = 0
+    stopped: bool = False      # at the validation loss that was asked for
+    saved: bool = False        # a checkpoint of this run exists
+    fresh: str = ""            # a name for what is being made anew beside an older run, which it replaces when it is saved
+
+    def path(self, name):
+        return os.path.join(self.config.out, name)
+
+    def autocast(self):
+        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
-class Metrics:
-    """metrics.jsonl, and the optional loggers. A continued run first drops the rows that its checkpoint does not know."""
-
-    def __init__(self, config, step):
-        self.path = os.path.join(config.out, "metrics.jsonl")
-        rows = [row for row in read_metrics(config.out) if row["step"] <= step] if step else []
-        with whole_file(self.path) as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        self.loggers = []
-        if config.wandb:
-            wandb = optional("wandb")
-            run = wandb.init(project="parity-transformer", name=os.path.basename(config.out), config=dataclasses.asdict(config), resume="allow")
-            self.loggers.append(lambda row: run.log(row, step=row["step"]))
-        if config.tensorboard:
-            writer = optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(config.out)
-            self.loggers.append(lambda row: [writer.add_scalar(key, value, row["step"]) for key, value in row.items()
-                                             if isinstance(value, (int, float))])
-
-    def write(self, row):
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
-        for log in self.loggers:
-            log(row)
+def train(config):
+    run = set_up(config, *start_ranks(config.device))
+    with locked(config.out) if run.rank == 0 else contextlib.nullcontext():
+        if resume(run):
+            if not loop(run):
+                return say(f"stopped at step {run.step}, saved: the same command goes on from there")
+            if run.rank == 0:
+                finish(config)
+    barrier()
 
 
-def optional(module, package=None):
-    try:
-        return __import__(module, fromlist=["_"])
-    except ImportError:
-        raise UserError(f"{package or module} is not installed: pip install {package or module}, or leave it off") from None
-
-
-def read_metrics(out):
-    """The rows of a run's metrics.jsonl; a last line that was cut off is left out."""
-    rows = []
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(out, "metrics.jsonl")) as file:
-        for line in file:
-            with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
-    return rows
+def set_up(config, rank, ranks, device):
+    """Everything that a run needs, checked before anything on disk is touched."""
+    torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("high")  # what is left in float32 on a GPU may use TF32
+    micros = micro_steps(config, ranks)
+    if rank == 0:
+        find_loggers(config)
+    tokens, val_tokens, encoding = open_data(config, rank)
+    model = GPT(config).to(device)
+    for module in model.modules():
+        if isinstance(module, DeepParityBottleneck):
+            module.passes = ranks * micros
+    optimizer = MuonAdam(*split_parameters(model), config.muon_lr, config.adam_lr, weight_decay=config.weight_decay)
+    return Run(config, rank, ranks, device, micros, tokens, val_tokens, encoding, model, optimizer)
 
 
 def is_toy(config):
@@ -169,8 +179,310 @@ def open_data(config, rank):
     barrier()
     splits = [data.Tokens(config.data, split, verify=rank == 0) for split in ("train", "val")]
     data.check_vocabulary(splits[0], config.vocab_size)
-    splits[0].count(config.context), splits[1].count(config.context)
+    for split in splits:
+        split.count(config.context)  # at least one window, or a sentence
     return *splits, load_tokenizer(config.data)
+
+
+# Resume: from the run's own checkpoint, from the weights of another, or from nothing
+
+
+def resume(run):
+    """Whether there is anything left to do."""
+    config = run.config
+    checkpoint = None if config.fresh else load_newest(config.out, say)
+    if checkpoint:
+        restore(run, checkpoint)
+        if run.step >= config.max_steps or run.stopped:
+            say(f"{config.out} is finished, at step {run.step}. --fresh=true starts over")
+            if run.rank == 0 and not os.path.exists(run.path("loss.png")):
+                finish(config)
+            return False
+        say(f"continuing {config.out} from step {run.step}")
+        return True
+    if run.rank == 0:
+        held = [name for name in ("ckpt.pt", "best.pt") if os.path.exists(run.path(name))]
+        held += ["metrics.jsonl"] if any("val_loss" in row for row in plot.read_metrics(config.out)) else []
+        if held and not config.fresh:
+            raise UserError(f"{config.out} holds {' and '.join(held)} of a run, but no checkpoint to go on from: choose "
+                            "another --out, or start over with --fresh=true")
+        run.fresh = secrets.token_hex(4) if held else ""
+    if config.init_from:
+        take_weights(run, checkpoint_path(config.init_from))
+    return True
+
+
+def restore(run, checkpoint):
+    config = run.config
+    changed = configs.differences(config, checkpoint["config"])
+    if changed:
+        listed = ", ".join(f"{key} (was {checkpoint['config'][key]}, now {getattr(config, key)})" for key in changed)
+        raise UserError(f"{config.out} holds a run with another config: {listed}. Restore it, choose another --out, or "
+                        "start over with --fresh=true")
+    if checkpoint["tokenizer"]["id"] != run.tokens.tokenizer_id:
+        raise UserError(f"{config.out} was trained on data of another tokenizer than {config.data}'s: give its own "
+                        "--data, or start over with --fresh=true")
+    run.model.load_state_dict(checkpoint["model"])
+    run.optimizer.load_state_dict(checkpoint["optimizer"])
+    run.saved = True
+    for name in ("step", "best", "best_step", "stopped", "fresh"):
+        setattr(run, name, checkpoint.get(name, getattr(run, name)))
+    if run.rank == 0:
+        if run.fresh and os.path.exists(run.path(f"metrics.{run.fresh}.jsonl")):
+            replace_older(run)  # it was killed before it had
+        if run.best_step == run.step:
+            save_best(run)  # it was perhaps killed before that
+
+
+def take_weights(run, path):
+    content = load(path)
+    if content["tokenizer"]["id"] != run.tokens.tokenizer_id:
+        raise UserError(f"{path} was trained on data of another tokenizer than {run.config.data}'s: prepare the data with "
+                        "its tokenizer (data.py text --tokenizer DIR)")
+    try:
+        run.model.load_state_dict(content["model"])
+    except RuntimeError as error:
+        raise UserError(f"{path} holds another model than this config: {error}") from error
+    say(f"starting from the weights of {path}")
+
+
+# The loop
+
+
+def loop(run):
+    """Train to the end, which gives True, or until a signal asks to stop."""
+    config, model = run.config, run.model
+    forward = parallel(run)
+    metrics = Metrics(run) if run.rank == 0 else None
+    if run.rank == 0 and not run.fresh:
+        write_config(run)
+    say(f"{config.out}: {model.count_parameters():,} parameters, bottleneck {config.bottleneck}, {run.ranks} rank(s) on "
+        f"{run.device.type}, {run.micros} pass(es) of {config.batch_tokens // config.context // run.ranks // run.micros} x "
+        f"{config.context} tokens a step")
+    warmup = min(config.warmup_steps, config.max_steps - round(config.decay_fraction * config.max_steps))
+    peak = peak_flops(run.device)
+    began, first, since = time.perf_counter(), run.step, time.perf_counter()
+    with stop_signals() as asked, contextlib.closing(batches(run)) as source:
+        while run.step < config.max_steps and not run.stopped:
+            rate = schedule(run.step, config.max_steps, warmup, config.decay_fraction)
+            loss, grad_norm, leave = train_step(run, forward, source, rate, asked)
+            now = time.perf_counter()
+            row = {"step": run.step, "tokens": run.step * config.batch_tokens, "loss": loss, "lr": config.muon_lr * rate,
+                   "grad_norm": grad_norm}
+            final = run.step == config.max_steps
+            if run.step % config.eval_every == 0 or final:
+                row |= examine(run)
+                say(describe(row, config))
+            if metrics and (run.step % config.log_every == 0 or "val_loss" in row):
+                row["tokens_per_second"] = round(config.batch_tokens * (run.step - first) / (now - began))
+                metrics.write(row)
+            show_progress(config, run.step, loss, now - since, (now - began) / (run.step - first), model, peak, run.ranks)
+            since = time.perf_counter()
+            is_best = run.best_step == run.step
+            if run.step % config.save_every == 0 or final or run.stopped or leave or is_best and not run.saved:
+                save_run(run, must=final or run.stopped or leave)
+            if is_best and run.rank == 0:
+                save_best(run)
+            if leave and not final:
+                return False
+    return True
+
+
+def train_step(run, forward, source, rate, asked):
+    """One optimiser step: (loss, norm of the gradient, whether a signal asked any rank to stop)."""
+    run.optimizer.scale_lr(rate)
+    seen = torch.zeros(2, dtype=torch.float64, device=run.device)  # lm loss; a signal to stop
+    for micro in range(run.micros):
+        batch = next(source)
+        last = contextlib.nullcontext() if run.ranks == 1 or micro == run.micros - 1 else forward.no_sync()
+        with last, run.autocast():
+            losses = forward(batch[:, :-1], batch[:, 1:])
+            (run.model.total_loss(losses) / run.micros).backward()
+        seen[0] += losses["lm"].detach().double() / run.micros / run.ranks
+    seen[1] = len(asked)
+    loss, leave = all_reduce(seen).tolist()
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None]).item()
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise UserError(diverged(run.config, run.step, loss, grad_norm))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    update_moments(run.model)
+    run.step += 1
+    return loss, grad_norm, leave > 0
+
+
+def parallel(run):
+    """The model as it is called in training: compiled on a GPU, its gradients averaged over the ranks."""
+    forward, config = run.model, run.config
+    if config.compile == "yes" or config.compile == "auto" and run.device.type == "cuda":
+        forward = torch.compile(forward)
+    if run.ranks > 1:
+        forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return forward
+
+
+def batches(run):
+    """This rank's batches of every step that is left, one for each pass."""
+    config = run.config
+    keys = ((step, micro) for step in range(run.step, config.max_steps) for micro in range(run.micros))
+
+    def make(key):
+        return run.tokens.batch(config.seed, key[0], config.batch_tokens // config.context, config.context, run.rank,
+                                run.ranks, key[1], run.micros)
+    return data.prefetch(make, keys, run.device)
+
+
+def examine(run):
+    """The evaluation of a step, and what follows from it."""
+    config = run.config
+    row = evaluate(run.model, run.val_tokens, config, run.rank, run.ranks, run.device, run.autocast)
+    if is_toy(config):
+        row |= ask_toy_questions(run.model, run.encoding, run.device)
+    target = config.stop_at_val_loss
+    run.stopped = target is not None and row["val_loss"] <= target * (1 + config.stop_tolerance)
+    if row["val_loss"] < run.best:
+        run.best, run.best_step = row["val_loss"], run.step
+    return row
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """A list that SIGTERM and Ctrl-C add to: the loop looks at it after each step. A second Ctrl-C leaves at once."""
+    asked = []
+
+    def take_note(number, frame):
+        if number == signal.SIGINT and number in asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, take_note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# What a run leaves on disk
+
+
+def contents(run):
+    """A checkpoint but for the optimiser's state."""
+    lists = {key: list(getattr(run.config, key)) for key in ("bits", "active", "children")}
+    return {"config": dataclasses.asdict(run.config) | lists, "step": run.step, "best": run.best, "best_step": run.best_step,
+            "stopped": run.stopped, "fresh": run.fresh, "tokenizer": pack_tokenizer(run.encoding),
+            "model": run.model.state_dict()}
+
+
+def save_run(run, must=False):
+    """ckpt.pt, and the one before it; what cannot be written is said, or raised if it must be."""
+    content = contents(run) | {"optimizer": run.optimizer.state_dict()}  # all ranks: the optimiser's state is gathered
+    if run.rank == 0:
+        first_of_fresh = run.fresh and not run.saved
+        try:
+            save(run.path("ckpt.pt"), content, keep=not first_of_fresh)
+        except UserError as error:
+            if must:
+                raise
+            return say(f"{error}. Going on; the last good checkpoint is older")
+        if first_of_fresh:
+            replace_older(run)
+    run.saved = True
+
+
+def save_best(run):
+    try:
+        save(run.path("best.pt"), contents(run))
+    except UserError as error:
+        say(error)
+
+
+def replace_older(run):
+    """A run of --fresh=true has its first checkpoint: what else there is of the older run goes."""
+    for name in ("ckpt.prev.pt", "best.pt", "loss.png"):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(run.path(name))
+    write_config(run)
+    os.replace(run.path(f"metrics.{run.fresh}.jsonl"), run.path("metrics.jsonl"))
+    for left in glob.glob(os.path.join(glob.escape(run.config.out), "metrics.*.jsonl")):
+        os.remove(left)  # of others that did not come so far
+
+
+def write_config(run):
+    on_gpu = run.device.type == "cuda"
+    where = torch.cuda.get_device_name(run.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads"
+    about = provenance() | {"ranks": run.ranks, "device": where, "parameters": run.model.count_parameters()}
+    write_json(run.path("config.json"), dataclasses.asdict(run.config) | {"about": about}, indent=2)
+
+
+class Metrics:
+    """metrics.jsonl, and the optional loggers. A continued run first drops the rows that its checkpoint does not know.
+
+    A row that cannot be written, on a full disk, waits for the next one.
+    """
+
+    def __init__(self, run):
+        self.run, self.waiting = run, []
+        rows = [row for row in plot.read_metrics(run.config.out) if row["step"] <= run.step] if run.step else []
+        with whole_file(self.path()) as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self.size = os.path.getsize(self.path())
+        self.loggers = [start(run.config) for start in find_loggers(run.config)]
+
+    def path(self):
+        run = self.run
+        return run.path(f"metrics.{run.fresh}.jsonl" if run.fresh and not run.saved else "metrics.jsonl")
+
+    def write(self, row):
+        self.waiting.append(json.dumps(row) + "\n")
+        try:
+            with open(self.path(), "r+") as file:
+                file.truncate(self.size)  # half a row may be there
+                file.seek(self.size)
+                file.writelines(self.waiting)
+            self.size, self.waiting = os.path.getsize(self.path()), []
+        except OSError as error:
+            say(f"{self.path()} could not be written ({error.strerror}). Going on; the row is kept for later")
+        for log in self.loggers:
+            log(row)
+
+
+def find_loggers(config):
+    """The functions that start the loggers asked for, which must be installed."""
+    found = []
+    if config.wandb:
+        found.append(functools.partial(start_wandb, optional("wandb")))
+    if config.tensorboard:
+        found.append(functools.partial(start_tensorboard, optional("torch.utils.tensorboard", "tensorboard")))
+    return found
+
+
+def start_wandb(wandb, config):
+    run = wandb.init(project="parity-transformer", name=os.path.basename(config.out), config=dataclasses.asdict(config),
+                     resume="allow")
+    return lambda row: run.log(row, step=row["step"])
+
+
+def start_tensorboard(tensorboard, config):
+    writer = tensorboard.SummaryWriter(config.out)
+    return lambda row: [writer.add_scalar(key, value, row["step"]) for key, value in row.items()
+                        if isinstance(value, (int, float))]
+
+
+def optional(module, package=None):
+    try:
+        return __import__(module, fromlist=["_"])
+    except ImportError:
+        raise UserError(f"{package or module} is not installed: pip install {package or module}, or leave it off") from None
+
+
+# What it says
+
+
+def peak_flops(device):
+    """Of a GPU that is known; else None."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for part, flops in PEAK.items() if part in name), None)
 
 
 def flops_per_token(model):
@@ -178,164 +490,6 @@ def flops_per_token(model):
     config = model.config
     weights = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2) + model.embedding.weight.numel()
     return 6 * weights + 12 * config.layers * config.d * config.context
-
-
-def train(config):
-    rank, ranks, device = start_ranks(config.device)
-    torch.manual_seed(config.seed)
-    torch.set_float32_matmul_precision("high")  # what is left in float32 on a GPU may use TF32
-    micros = micro_steps(config, ranks)
-    train_tokens, val_tokens, encoding = open_data(config, rank)
-    os.makedirs(config.out, exist_ok=True)
-
-    model = GPT(config).to(device)
-    for module in model.modules():
-        if isinstance(module, DeepParityBottleneck):
-            module.passes = ranks * micros
-    optimizer = MuonAdam(*split_parameters(model), config.muon_lr, config.adam_lr, weight_decay=config.weight_decay)
-    step, best = 0, math.inf
-    checkpoint = None if config.fresh else load_newest(config.out, say)
-    if checkpoint:
-        changed = configs.differences(config, checkpoint["config"])
-        if changed:
-            listed = ", ".join(f"{key} (was {checkpoint['config'][key]}, now {getattr(config, key)})" for key in changed)
-            raise UserError(f"{config.out} holds a run with another config: {listed}. Restore it, choose another --out, or "
-                             "start over with --fresh=true")
-        if checkpoint["tokenizer"]["id"] != train_tokens.tokenizer_id:
-            raise UserError(f"{config.out} was trained on data of another tokenizer than {config.data}'s: give its own --data, "
-                             "or start over with --fresh=true")
-        model.load_state_dict(checkpoint["model"])
-        if checkpoint["step"] >= config.max_steps or checkpoint["stopped"]:
-            say(f"{config.out} is finished, at step {checkpoint['step']}. --fresh=true starts over")
-            return
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        step, best = checkpoint["step"], checkpoint["best"]
-        say(f"continuing {config.out} from step {step}")
-    elif config.init_from:
-        path = checkpoint_path(config.init_from)
-        try:
-            model.load_state_dict(load(path)["model"])
-        except RuntimeError as error:
-            raise UserError(f"{path} holds another model than this config: {error}") from error
-        say(f"starting from the weights of {path}")
-    del checkpoint
-
-    compiled = model
-    if config.compile == "yes" or config.compile == "auto" and device.type == "cuda":
-        compiled = torch.compile(model)
-    if ranks > 1:
-        compiled = DistributedDataParallel(compiled, broadcast_buffers=False, gradient_as_bucket_view=True)
-
-    def autocast():
-        return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-
-    metrics = None
-    if rank == 0:
-        if not step:
-            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(config.out, name))
-        metrics = Metrics(config, step)
-        write_config(config, model, ranks, device)
-    say(f"{config.out}: {model.count_parameters():,} parameters, bottleneck {config.bottleneck}, {ranks} rank(s) on {device.type}, "
-        f"{micros} pass(es) of {config.batch_tokens // config.context // ranks // micros} x {config.context} tokens a step")
-
-    def contents(whole=True):
-        found = {"config": dataclasses.asdict(config) | {"bits": list(config.bits), "active": list(config.active),
-                                                         "children": list(config.children)},
-                 "step": step, "best": best, "stopped": stopped, "tokenizer": pack_tokenizer(encoding), "model": model.state_dict()}
-        return found | {"optimizer": optimizer.state_dict()} if whole else found
-
-    def save_run(must=False):
-        content = contents()  # all ranks: the optimiser's state is gathered
-        if rank == 0:
-            try:
-                save(os.path.join(config.out, "ckpt.pt"), content, keep=True)
-            except UserError as error:
-                if must:
-                    raise
-                say(f"{error}. Going on; the last good checkpoint is older")
-
-    def run_batches():
-        keys = itertools.product(range(step, config.max_steps), range(micros))
-        return data.prefetch(lambda key: train_tokens.batch(config.seed, key[0], config.batch_tokens // config.context, config.context,
-                                                            rank, ranks, key[1], micros), keys, device)
-
-    asked_to_stop = []
-    handlers = {name: signal.signal(name, lambda number, frame: stop_soon(number, asked_to_stop))
-                for name in (signal.SIGTERM, signal.SIGINT)}
-    peak = next((flops for name, flops in PEAK.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), None)
-    warmup = min(config.warmup_steps, config.max_steps - round(config.decay_fraction * config.max_steps))
-    stopped, began, first, since = False, time.perf_counter(), step, time.perf_counter()
-    batches = run_batches()
-    try:
-        while step < config.max_steps and not stopped:
-            rate = schedule(step, config.max_steps, warmup, config.decay_fraction)
-            optimizer.scale_lr(rate)
-            seen = torch.zeros(2, dtype=torch.float64, device=device)  # lm loss; a signal to stop
-            for micro in range(micros):
-                batch = next(batches)
-                last = contextlib.nullcontext() if ranks == 1 or micro == micros - 1 else compiled.no_sync()
-                with last, autocast():
-                    losses = compiled(batch[:, :-1], batch[:, 1:])
-                    (model.total_loss(losses) / micros).backward()
-                seen[0] += losses["lm"].detach().double() / micros / ranks
-            seen[1] = len(asked_to_stop)
-            loss, leave = all_reduce(seen).tolist()
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise UserError(diverged(config, step, loss, grad_norm))
-            optimizer.step()
-            optimizer.zero_grad()
-            update_moments(model)
-            step += 1
-
-            now = time.perf_counter()
-            row = {"step": step, "tokens": step * config.batch_tokens, "loss": loss, "lr": config.muon_lr * rate, "grad_norm": grad_norm}
-            final = step == config.max_steps
-            if step % config.eval_every == 0 or final:
-                row |= evaluate(model, val_tokens, config, rank, ranks, device, autocast)
-                if is_toy(config):
-                    row |= ask_toy_questions(model, encoding, device)
-                target = config.stop_at_val_loss
-                stopped = target is not None and row["val_loss"] <= target * (1 + config.stop_tolerance)
-                if row["val_loss"] < best:
-                    best = row["val_loss"]
-                    if rank == 0:
-                        save_best(config, contents(whole=False))
-                say(describe(row, config))
-            if step % config.log_every == 0 or "val_loss" in row:
-                row["tokens_per_second"] = round(config.batch_tokens * (step - first) / (now - began))
-                if metrics:
-                    metrics.write(row)
-            show_progress(config, step, loss, now - since, (now - began) / (step - first), model, peak, ranks)
-            since = time.perf_counter()
-            if step % config.save_every == 0 or final or stopped or leave:
-                save_run(must=final or stopped or leave)
-            if leave and not final:
-                say(f"stopped at step {step}, saved: the same command goes on from there")
-                return
-    finally:
-        batches.close()
-        for name, handler in handlers.items():
-            signal.signal(name, handler)
-    if rank == 0:
-        finish(config)
-    barrier()
-
-
-def stop_soon(number, asked):
-    """A signal's handler: the loop looks at `asked` after each step. A second Ctrl-C leaves at once."""
-    if number == signal.SIGINT and number in asked:
-        raise KeyboardInterrupt
-    asked.append(number)
-
-
-def save_best(config, content):
-    try:
-        save(os.path.join(config.out, "best.pt"), content)
-    except UserError as error:
-        say(error)
 
 
 def diverged(config, step, loss, grad_norm):
@@ -362,7 +516,7 @@ def show_progress(config, step, loss, seconds, mean_seconds, model, peak, ranks)
 
 def finish(config):
     """The picture, and what to do next."""
-    rows = [row for row in read_metrics(config.out) if "val_loss" in row]
+    rows = [row for row in plot.read_metrics(config.out) if "val_loss" in row]
     picture = os.path.join(config.out, "loss.png")
     plot.losses([config.out], picture)
     lowest = min(rows, key=lambda row: row["val_loss"])

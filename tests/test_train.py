@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import config as configs
 import data
+import plot
 import train
 from helpers import UserError
 from ranks import store_of_this_attempt
@@ -72,7 +73,7 @@ def go(arguments):
 
 def rows_of(out):
     """The metrics of a run, but for the speed."""
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in train.read_metrics(out)]
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in plot.read_metrics(out)]
 
 
 def command(arguments, ranks=0, restarts=0):
@@ -97,7 +98,7 @@ def wait_for_step(out, step, process):
     """Until the run has logged a step."""
     deadline = time.time() + 120
     while time.time() < deadline and process.poll() is None:
-        rows = train.read_metrics(out)
+        rows = plot.read_metrics(out)
         if rows and rows[-1]["step"] >= step:
             return
         time.sleep(0.01)
@@ -109,11 +110,11 @@ def test_a_run_writes_everything_it_says(arguments, tmp_path):
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     out = tmp_path / "run"
-    assert {path.name for path in out.iterdir()} == {"config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "best.pt", "loss.png"}
+    assert {path.name for path in out.iterdir()} == {".lock", "config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "best.pt", "loss.png"}
     settings = json.loads((out / "config.json").read_text())
     assert configs.from_dict(settings) == configs.load(arguments())
     assert settings["about"]["parameters"] > 0 and settings["about"]["torch"] == torch.__version__
-    rows = train.read_metrics(out)
+    rows = plot.read_metrics(out)
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert all({"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second"} <= row.keys() for row in rows)
     assert {"val_loss", "dead_fraction", "l0", "variance_explained"} <= rows[5].keys() and rows[5]["tokens"] == 6 * 512
@@ -155,7 +156,7 @@ def test_ctrl_c_and_sigterm_save_and_leave_cleanly(arguments):
         printed = process.communicate(timeout=300)[0]
         assert process.returncode == 0 and "saved: the same command goes on" in printed and "Traceback" not in printed
         step = torch.load(os.path.join(out, "ckpt.pt"), weights_only=True)["step"]
-        assert step == train.read_metrics(out)[-1]["step"] >= 3
+        assert step == plot.read_metrics(out)[-1]["step"] >= 3
 
 
 def test_two_ranks_follow_the_curve_of_one_and_runs_change_ranks(arguments):
@@ -316,7 +317,7 @@ def test_wrong_runs_are_answered(arguments, tmp_path):
                           (dict(context=100_000, batch_tokens=100_000), "fewer than one window"), (dict(device="cuda"), "finds no GPU")]:
         if change.get("device") == "cuda" and torch.cuda.is_available():
             continue
-        with pytest.raises((UserError, UserError), match=words):
+        with pytest.raises(UserError, match=words):
             go(arguments("wrong", **change))
     with pytest.raises(UserError, match="cannot share evenly"):
         train.micro_steps(configs.load(arguments(batch_tokens=96)), 2)
@@ -356,7 +357,8 @@ def test_wandb_and_tensorboard_get_every_row_and_are_asked_for_when_missing(argu
     assert [(step, value) for step, key, value in scalars if key == "loss"] == logged
 
 
-def test_the_progress_line_has_mfu_where_the_peak_is_known(arguments, capsys):
+def test_the_progress_line_has_mfu_where_the_peak_is_known(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     config = configs.load(arguments())
     model = train.GPT(config)
     for peak in None, 1e9:
