@@ -3,6 +3,7 @@
     config = load(["configs/tiny.py", "--max_steps=10"])
 
 A config file is plain `key = value` lines: numbers, strings, tuples, True, False, None, arithmetic, and names set above.
+`base = "tiny.py"` on the first line takes all settings of that file, beside it: what follows is what differs.
 It is read, never executed. A wrong key, type or combination is answered, before any work starts, with the nearest
 right one.
 """
@@ -93,28 +94,47 @@ def load(arguments):
     return check(config)
 
 
-def read_file(path):
-    """The assignments of a config file, checked one by one."""
+def read_file(path, above=()):
+    """The assignments of a config file, checked one by one, after those of its base. above: the files that lead here."""
+    if path in above:
+        raise UserError(f"{' -> '.join((*above, path))}: a config cannot be its own base")
+    values = {}
+    for number, node in enumerate(statements(path)):
+        where = f"{path}, line {node.lineno}: "
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+            raise UserError(where + "a config file holds only lines of the form key = value")
+        key = node.targets[0].id
+        try:
+            if key == "base":
+                values = read_file(base_path(path, number, evaluate(node.value, {})), (*above, path))
+            else:
+                values[known(key)] = convert(key, evaluate(node.value, values))
+        except UserError as error:
+            raise UserError(where + str(error)) from None
+    return values
+
+
+def statements(path):
+    """What stands in a config file, but for its docstring."""
     try:
-        with open(path) as file:
-            tree = ast.parse(file.read(), path)
+        with open(path, encoding="utf-8") as file:
+            body = ast.parse(file.read(), path).body
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}){suggest(path, config_files(), 0.3)}") from None
     except SyntaxError as error:
         raise UserError(f"{path}, line {error.lineno}: {error.msg}") from None
-    values = {}
-    for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            continue  # a docstring
-        where = f"{path}, line {node.lineno}: "
-        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
-            raise UserError(where + "a config file holds only lines of the form key = value")
-        try:
-            key = known(node.targets[0].id)
-            values[key] = convert(key, evaluate(node.value, values))
-        except UserError as error:
-            raise UserError(where + str(error)) from None
-    return values
+    except (ValueError, RecursionError, MemoryError) as error:  # no UTF-8, zero bytes, thousands of brackets
+        raise UserError(f"{path} is no config file ({error}): it should hold lines of the form key = value") from None
+    documented = body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    return body[1:] if documented and isinstance(body[0].value.value, str) else body
+
+
+def base_path(path, number, name):
+    if number:
+        raise UserError("base comes first: what stands above it would be lost")
+    if not isinstance(name, str):
+        raise UserError(f"base must be the name of a config file, as in base = \"tiny.py\", not {name!r}")
+    return os.path.join(os.path.dirname(path), name)
 
 
 def config_files():
@@ -140,7 +160,9 @@ def evaluate(node, names):
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -evaluate(node.operand, names)
+        value = evaluate(node.operand, names)
+        if isinstance(value, (int, float)):
+            return -value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = evaluate(node.left, names), evaluate(node.right, names)
         if all(isinstance(v, (int, float)) and abs(v) < 1e12 for v in (left, right)) and not (
@@ -156,7 +178,7 @@ def literal(text):
     """A value as typed on the command line; what is no literal is a string."""
     try:
         return evaluate(ast.parse({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text), mode="eval").body, {})
-    except (UserError, SyntaxError):
+    except (UserError, SyntaxError, ValueError, RecursionError, MemoryError):
         return text
 
 
@@ -167,7 +189,7 @@ def convert(key, value):
         if value is None:
             return None
         kind = typing.get_args(kind)[0]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2 ** 63  # no nan, no inf
     if kind is bool and isinstance(value, bool) or kind is str and isinstance(value, str):
         return value
     if kind is int and number and value == int(value):
@@ -193,6 +215,8 @@ def check(config):
     for key, choices in (("bottleneck", BOTTLENECKS), ("site", SITES), ("selection", SELECTIONS), ("compile", ("auto", "yes", "no"))):
         value = getattr(config, key)
         require(value in choices, f"{key}={value!r} must be one of {', '.join(map(repr, choices))}{suggest(value, choices, 0)}")
+    for key, most in (("layers", 10 ** 4), ("context", 2 ** 24), ("vocab_size", 2 ** 24), ("batch_tokens", 2 ** 40)):
+        require(getattr(config, key) <= most, f"{key}={getattr(config, key)} must be at most {most:,}")
     require(0 <= config.decay_fraction <= 1, f"decay_fraction={config.decay_fraction} must lie in [0, 1]")
     nearest = min((2 ** t for t in range(3, 16)), key=lambda width: abs(width - config.d))
     require(config.d == nearest, f"d={config.d} must be a power of two from 8 to 32768: the nearest is {nearest}")
@@ -218,7 +242,8 @@ def require(condition, text):
 
 def differences(config, saved):
     """The keys in which a run's saved settings (a dict) differ from this config, of those that must not."""
-    return [key for key in KEYS if key not in FREE and key in saved and plain(getattr(config, key)) != plain(saved[key])]
+    free = FREE | ({"bits", "active", "children", "selection", "standardise", "n_min"} if config.bottleneck == "none" else set())
+    return [key for key in KEYS if key not in free and key in saved and plain(getattr(config, key)) != plain(saved[key])]
 
 
 def plain(value):

@@ -5,14 +5,8 @@ if it stops at 6.82B tokens as the paper's did. To expect (the paper's): validat
 HellaSwag .370, LAMBADA .293.
 The batch size is ours; the paper's is not known to us. Not yet run by us.
 """
-layers = 24
-d = 2048
-heads = 16
+base = "large_2l.py"
 bottleneck = "none"
-batch_tokens = 512 * 1024
 max_steps = 26_000_000_000 // batch_tokens
-muon_lr = 8e-3
-adam_lr = 3e-4
-decay_fraction = 0.5
 stop_at_val_loss = 2.808  # large_2l
 stop_tolerance = 0.01

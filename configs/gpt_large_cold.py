@@ -4,12 +4,8 @@ Cost, predicted: 2.4e19 operations for the dense part, 17 hours of one H100 at 4
 The paper gives one learning rate, used here for Muon and Adam, and no benchmark that we know of.
 The batch size is ours; the paper's is not known to us. Not yet run by us.
 """
-layers = 24
-d = 2048
-heads = 16
-bottleneck = "none"
-batch_tokens = 512 * 1024
+base = "gpt_large.py"
 max_steps = 3_000_000_000 // batch_tokens
 muon_lr = 1e-2
 adam_lr = 1e-2
-decay_fraction = 0.5
+stop_at_val_loss = None

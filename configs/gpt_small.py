@@ -5,11 +5,8 @@ if it stops at 2.13B tokens as the paper's did. To expect (the paper's): validat
 HellaSwag .346, LAMBADA .229. The paper gives one learning rate, used here for Muon and Adam.
 The batch size is ours; the paper's is not known to us. Not yet run by us.
 """
-layers = 12
-d = 1024
-heads = 8
+base = "small_3l.py"
 bottleneck = "none"
-batch_tokens = 512 * 1024
 max_steps = 10_000_000_000 // batch_tokens
 muon_lr = 6e-3
 adam_lr = 6e-3

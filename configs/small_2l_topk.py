@@ -4,15 +4,6 @@
 paper has no loss for it. The rates are ours: Muon's as small_2l, Adam's 3e-4.
 The batch size is ours; the paper's is not known to us. Not yet run by us.
 """
+base = "small_2l.py"
 bottleneck = "topk"
-layers = 12
-d = 1024
-heads = 8
-bits = (10, 15)
-active = (16, 32)
-children = (256,)
-batch_tokens = 512 * 1024
-max_steps = 20_000_000_000 // batch_tokens
-muon_lr = 1.2e-2
 adam_lr = 3e-4
-decay_fraction = 0.9

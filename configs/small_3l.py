@@ -5,14 +5,7 @@ the bottleneck costs 2.06x of dense in the paper (4 H200). To expect (the paper'
 perplexity 25.89, HellaSwag .360, LAMBADA .233. The paper gives one learning rate, used here for Muon and Adam.
 The batch size is ours; the paper's is not known to us. Not yet run by us.
 """
-layers = 12
-d = 1024
-heads = 8
+base = "small_2l.py"
 bits = (10, 15, 17)
 active = (16, 32, 64)
 children = (256, 256)
-batch_tokens = 512 * 1024
-max_steps = 20_000_000_000 // batch_tokens
-muon_lr = 1.2e-2
-adam_lr = 1.2e-2
-decay_fraction = 0.9

@@ -78,3 +78,29 @@ def test_settings_survive_a_round_trip_and_differences_are_named():
     assert config.from_dict(saved) == one and config.differences(one, saved) == []
     other = dataclasses.replace(one, muon_lr=0.5, bits=(7, 11), log_every=3)  # how often to log is free to change
     assert config.differences(other, saved) == ["bits", "muon_lr"]
+
+
+def test_a_config_takes_the_settings_of_its_base_and_changes_some(tmp_path):
+    (tmp_path / "first.py").write_text('"""One."""\nlayers = 3\nbatch_tokens = 4096\nmuon_lr = 0.5\n')
+    (tmp_path / "second.py").write_text('"""Two."""\nbase = "first.py"\nlayers = 5\n')
+    read = load(tmp_path, 'base = "second.py"\nmax_steps = batch_tokens // 1024\n', "--muon_lr=0.25")
+    assert (read.layers, read.batch_tokens, read.max_steps, read.muon_lr) == (5, 4096, 4, 0.25)
+    assert read.out == "out/run"  # its own, not the base's
+
+
+@pytest.mark.parametrize("text, words", [
+    ('base = "first.py"', "first.py, line 1: .*a config cannot be its own base"),
+    ('layers = 2\nbase = "first.py"', "line 2: base comes first"),
+    ("base = 3", 'base must be the name of a config file, as in base = "tiny.py", not 3'),
+    ('base = "nowhere.py"', "line 1: cannot read .*nowhere.py"),
+])
+def test_a_wrong_base_is_answered(tmp_path, text, words):
+    (tmp_path / "first.py").write_text('base = "run.py"')
+    with pytest.raises(UserError, match=words):
+        load(tmp_path, text)
+
+
+def test_settings_without_effect_on_a_dense_model_do_not_make_it_another():
+    dense = config.load(["configs/tiny_gpt.py"])
+    assert config.differences(dense, vars(dense) | {"bits": [10, 15], "active": [16, 32]}) == []
+    assert config.differences(dense, vars(dense) | {"layers": 3}) == ["layers"]
