@@ -108,7 +108,7 @@ def read_file(path, above=()):
             if key == "base":
                 values = read_file(base_path(path, number, evaluate(node.value, {})), (*above, path))
             else:
-                values[known(key)] = convert(key, evaluate(node.value, values))
+                values[key] = convert(known(key), evaluate(node.value, values))
         except UserError as error:
             raise UserError(where + str(error)) from None
     return values
