@@ -13,7 +13,9 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 
 import numpy as np
 
@@ -30,22 +32,65 @@ class UserError(ValueError):
 
 
 def run_script(main, stopped="stopped", told=UserError):
-    """Run main(arguments) as a script: what goes wrong is told in a sentence.
+    """Run main(arguments) as a script: what goes wrong is told in a sentence, and a bug in a short report.
 
     stopped: what Ctrl-C leaves behind.  told: errors whose text is a sentence already.
     """
     name = os.path.basename(sys.argv[0])
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that has no such letter is no reason to stop
     try:
         main(sys.argv[1:])
+        if sys.stdout:
+            sys.stdout.flush()
     except told as error:
-        sys.exit(f"{name}: {error}")
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not be tried again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        leave(f"{name}: {error}")
+    except BrokenPipeError:
+        leave("")  # `| head` has seen enough
     except OSError as error:
-        sys.exit(f"{name}: {error.filename}: {error.strerror}" if error.filename else f"{name}: {error}")
+        leave(f"{name}: {error.filename}: {error.strerror}" if error.filename else f"{name}: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"{name}: {stopped}")
+        leave(f"{name}: {stopped}")
+    except Exception as error:
+        if is_out_of_memory(error):
+            leave(f"{name}: not enough memory ({first_line(error)}): take a smaller model or batch")
+        leave(f"{name}: {report(error)}")
+
+
+def leave(text):
+    """Exit with a sentence."""
+    show(f"{text}\n" if text else "", sys.stderr)
+    show("", sys.stdout)
+    sys.exit(1)
+
+
+def silence(stream):
+    """What is still buffered for a reader who is gone must not be tried again at exit."""
+    if stream:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def is_out_of_memory(error):
+    words = ("can't allocate memory", "out of memory", "Storage size calculation overflowed", "array is too big")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def report(error):
+    """What to send of an error that nobody foresaw; the rest of it is in a file."""
+    *_, place = traceback.extract_tb(error.__traceback__)
+    text = (f"this is a bug: {type(error).__name__}: {first_line(error)} ({os.path.basename(place.filename)}, line "
+            f"{place.lineno}, commit {commit()}). Please send us the command")
+    with contextlib.suppress(OSError):
+        with tempfile.NamedTemporaryFile("w", prefix="parity-bug-", suffix=".txt", delete=False, errors="replace") as file:
+            file.write(f"{' '.join(sys.argv)}\n{provenance()}\n{''.join(traceback.format_exception(error))}")
+        text += f" and {file.name}"
+    return text
 
 
 def suggest(name, known, least=0.5):
@@ -171,25 +216,39 @@ def provenance():
 def say(text):
     """A line, printed by the first rank only, in place of a progress line if one is there."""
     if is_first_rank():
-        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-        print(clear + str(text), flush=True)
+        show(("\r\x1b[K" if is_terminal(sys.stderr) else "") + f"{text}\n", sys.stdout)
 
 
 def progress(text):
     """A line on a terminal that the next one replaces; "" takes it away."""
-    if sys.stderr.isatty() and is_first_rank():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    if is_terminal(sys.stderr) and is_first_rank():
+        show(f"\r\x1b[K{text}", sys.stderr)
+
+
+def show(text, stream):
+    """Long work goes on when nobody listens any more."""
+    try:
+        print(text, end="", file=stream, flush=True)
+    except (OSError, ValueError, AttributeError):
+        silence(stream)
+
+
+def is_terminal(stream):
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):  # closed, or never there
+        return False
 
 
 def is_first_rank():
-    return int(os.environ.get("RANK", 0)) == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 class Progress:
     """Tokens, tokens per second and time left: one line kept up to date on a terminal, else a line every 30 seconds."""
 
     def __init__(self, total, start):
-        self.total, self.start, self.began, self.terminal = total, start, time.monotonic(), sys.stderr.isatty()
+        self.total, self.start, self.began, self.terminal = total, start, time.monotonic(), is_terminal(sys.stderr)
         self.next = self.began + (0.5 if self.terminal else 30)
 
     def show(self, tokens, last=False):
@@ -203,7 +262,7 @@ class Progress:
             minutes, seconds = divmod(int((self.total - tokens) / rate), 60)
             line += f", {tokens / self.total:.1%}, {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
         start, end = ("\r", "\033[K" + "\n" * last) if self.terminal else ("", "\n")
-        print(start + line, end=end, file=sys.stderr, flush=True)
+        show(start + line + end, sys.stderr)
 
 
 def print_row(widths, *cells):
