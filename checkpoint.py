@@ -1,10 +1,10 @@
 """Checkpoints: written whole or not at all, read only if undamaged, opened as a model with its tokenizer.
 
-    run = open_run("out/tiny")          Run(model, config, encoding, content, path): best.pt of a run, ready for evaluation
+    run = open_run("out/tiny")      Run(model, config, encoding, content, path): best.pt of a run, ready for evaluation
 
-A checkpoint is a dict of plain values and tensors, loadable with weights_only=True: the config, the step, the tokenizer,
-the model's state, and in ckpt.pt the optimiser's. torch.save writes a zip file with a checksum for each tensor, so
-zipfile can tell whether it is whole.
+A checkpoint is a dict of plain values and tensors, loadable with weights_only=True: the config, the step, the
+tokenizer, the model's state, and in ckpt.pt the optimiser's. torch.save writes a zip file with a checksum for each
+tensor, so zipfile can tell whether it is whole.
 """
 import glob
 import os
@@ -87,7 +87,7 @@ def newest_run(folder="out"):
     found = glob.glob(os.path.join(folder, "*", "best.pt"))
     if not found:
         raise UserError(f"there is no checkpoint in {folder}/ yet: python train.py configs/tiny.py makes one in about "
-                              "5 minutes")
+                        "5 minutes")
     return os.path.dirname(max(found, key=os.path.getmtime))
 
 

@@ -2,7 +2,7 @@
 
     config = load(["configs/tiny.py", "--max_steps=10"])
 
-A config file is plain `key = value` lines: numbers, strings, tuples, True, False, None, arithmetic, and names set above.
+A config file is plain `key = value` lines: numbers, strings, tuples, True, False, None, arithmetic, names set above.
 `base = "tiny.py"` on the first line takes all settings of that file, beside it: what follows is what differs.
 It is read, never executed. A wrong key, type or combination is answered, before any work starts, with the nearest
 right one.
@@ -71,16 +71,16 @@ class Config:
 
 KEYS = {field.name: field for field in dataclasses.fields(Config)}
 # Keys that may change when a run goes on from its checkpoint; all others must match it.
-FREE = {"out", "fresh", "init_from", "device", "compile", "data", "micro_batch", "eval_every", "save_every", "log_every",
-        "stop_at_val_loss", "stop_tolerance", "wandb", "tensorboard"}
+FREE = {"out", "fresh", "init_from", "device", "compile", "data", "micro_batch",
+        "eval_every", "save_every", "log_every", "stop_at_val_loss", "stop_tolerance", "wandb", "tensorboard"}
 
 
 def load(arguments):
     """The Config of command-line arguments: one config file, then --key=value."""
     files = [a for a in arguments if not a.startswith("--")]
     if len(files) != 1:
-        raise UserError(f"give one config file, such as configs/tiny.py, not {len(files)}: python train.py configs/tiny.py "
-                          "[--key=value ...]")
+        raise UserError(f"give one config file, such as configs/tiny.py, not {len(files)}: "
+                        "python train.py configs/tiny.py [--key=value ...]")
     values = read_file(files[0])
     for argument in arguments:
         if argument.startswith("--"):
@@ -95,7 +95,8 @@ def load(arguments):
 
 
 def read_file(path, above=()):
-    """The assignments of a config file, checked one by one, after those of its base. above: the files that lead here."""
+    """The assignments of a config file, checked one by one, after those of its base.
+    above: the files that lead here."""
     if path in above:
         raise UserError(f"{' -> '.join((*above, path))}: a config cannot be its own base")
     values = {}
@@ -177,7 +178,8 @@ def evaluate(node, names):
 def literal(text):
     """A value as typed on the command line; what is no literal is a string."""
     try:
-        return evaluate(ast.parse({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text), mode="eval").body, {})
+        return evaluate(ast.parse({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text),
+                                  mode="eval").body, {})
     except (UserError, SyntaxError, ValueError, RecursionError, MemoryError):
         return text
 
@@ -200,21 +202,24 @@ def convert(key, value):
         values = value if isinstance(value, tuple) else (value,)
         if all(isinstance(v, int) and not isinstance(v, bool) for v in values):
             return values
-    name = {bool: "True or False", str: "a string", int: "a whole number", float: "a number"}.get(kind, "whole numbers, as in (10, 15)")
+    name = {bool: "True or False", str: "a string", int: "a whole number", float: "a number"}.get(
+        kind, "whole numbers, as in (10, 15)")
     raise UserError(f"{key} must be {name}, not {value!r}")
 
 
 def check(config):
     """The config, if it can be run; else the sentence that says what to change."""
-    for key in ("layers", "d", "heads", "context", "vocab_size", "batch_tokens", "max_steps", "eval_every", "eval_tokens",
-                "save_every", "log_every", "n_min"):
+    for key in ("layers", "d", "heads", "context", "vocab_size", "batch_tokens", "max_steps",
+                "eval_every", "eval_tokens", "save_every", "log_every", "n_min"):
         require(getattr(config, key) >= 1, f"{key}={getattr(config, key)} must be at least 1")
-    for key in ("warmup_steps", "muon_lr", "adam_lr", "weight_decay", "variance_weight", "reconstruction_weight", "stop_tolerance",
-                "micro_batch", "seed"):
+    for key in ("warmup_steps", "muon_lr", "adam_lr", "weight_decay", "variance_weight", "reconstruction_weight",
+                "stop_tolerance", "micro_batch", "seed"):
         require(getattr(config, key) >= 0, f"{key}={getattr(config, key)} must not be negative")
-    for key, choices in (("bottleneck", BOTTLENECKS), ("site", SITES), ("selection", SELECTIONS), ("compile", ("auto", "yes", "no"))):
+    for key, choices in (("bottleneck", BOTTLENECKS), ("site", SITES), ("selection", SELECTIONS),
+                         ("compile", ("auto", "yes", "no"))):
         value = getattr(config, key)
-        require(value in choices, f"{key}={value!r} must be one of {', '.join(map(repr, choices))}{suggest(value, choices, 0)}")
+        require(value in choices,
+                f"{key}={value!r} must be one of {', '.join(map(repr, choices))}{suggest(value, choices, 0)}")
     for key, most in (("layers", 10 ** 4), ("context", 2 ** 24), ("vocab_size", 2 ** 24), ("batch_tokens", 2 ** 40)):
         require(getattr(config, key) <= most, f"{key}={getattr(config, key)} must be at most {most:,}")
     require(0 <= config.decay_fraction <= 1, f"decay_fraction={config.decay_fraction} must lie in [0, 1]")
@@ -224,7 +229,8 @@ def check(config):
     require(config.heads == divisor, f"heads={config.heads} must divide d={config.d}: the nearest is {divisor}")
     whole = max(1, round(config.batch_tokens / config.context)) * config.context
     require(config.batch_tokens == whole,
-            f"batch_tokens={config.batch_tokens} must be a multiple of context={config.context}: the nearest is {whole}")
+            f"batch_tokens={config.batch_tokens} must be a multiple of context={config.context}: "
+            f"the nearest is {whole}")
     require(config.bottleneck != "none" or not (config.variance_weight or config.reconstruction_weight),
             "variance_weight and reconstruction_weight need a bottleneck: set them to 0 for bottleneck='none'")
     if config.bottleneck != "none":
@@ -242,8 +248,10 @@ def require(condition, text):
 
 def differences(config, saved):
     """The keys in which a run's saved settings (a dict) differ from this config, of those that must not."""
-    free = FREE | ({"bits", "active", "children", "selection", "standardise", "n_min"} if config.bottleneck == "none" else set())
-    return [key for key in KEYS if key not in free and key in saved and plain(getattr(config, key)) != plain(saved[key])]
+    free = FREE | ({"bits", "active", "children", "selection", "standardise", "n_min"}
+                   if config.bottleneck == "none" else set())
+    return [key for key in KEYS
+            if key not in free and key in saved and plain(getattr(config, key)) != plain(saved[key])]
 
 
 def plain(value):
@@ -252,4 +260,5 @@ def plain(value):
 
 def from_dict(saved):
     """The Config of a run's config.json or checkpoint."""
-    return Config(**{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items() if key in KEYS})
+    return Config(**{key: tuple(value) if isinstance(value, list) else value
+                     for key, value in saved.items() if key in KEYS})

@@ -36,7 +36,8 @@ import struct
 import sys
 import threading
 import zlib
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import regex
@@ -143,7 +144,7 @@ class Piece(NamedTuple):
 
 
 class Source(NamedTuple):
-    """open(position) gives the pieces from there on, and a function that tells the position after those drawn so far."""
+    """open(position) gives the pieces from there on, and a function that tells the position after those drawn."""
     settings: dict  # what the source is: a run that continues must have the same
     open: Callable[[Any], tuple]
     pattern: str = GPT2_PATTERN  # for a tokenizer trained on this source
@@ -288,8 +289,8 @@ def hub_source(name, config=None, field="text"):
         except UserError:
             raise
         except Exception as error:  # whatever the network or a broken file makes of it
-            raise UserError(f"reading the data set {name} broke off ({type(error).__name__}: {error}). What is finished "
-                            "is kept: the same command again continues") from error
+            raise UserError(f"reading the data set {name} broke off ({type(error).__name__}: {error}). "
+                            "What is finished is kept: the same command again continues") from error
 
     return Source({"dataset": name, "config": config, "field": field}, open_at)
 
@@ -426,8 +427,8 @@ def prepare(source, out, tokenizer="gpt2", tokens=None, val_fraction=0.05, shard
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise UserError(f"the disk is full ({out}). The finished shards are kept: make room, and the same command again "
-                        "continues") from error
+        raise UserError(f"the disk is full ({out}). The finished shards are kept: "
+                        "make room, and the same command again continues") from error
 
 
 def fill(folder, source):
@@ -457,15 +458,15 @@ def fill(folder, source):
             break
     for split in ("train", "val"):
         if not documents[split] and (split == "train" or settings["val_fraction"] > 0):
-            raise UserError(f"none of {sum(documents.values())} documents fell into the {split} split, at --val-fraction "
-                            f"{settings['val_fraction']}: give more text, or another fraction")
+            raise UserError(f"none of {sum(documents.values())} documents fell into the {split} split, "
+                            f"at --val-fraction {settings['val_fraction']}: give more text, or another fraction")
     folder.commit(done=True, **Folder.START)
     progress.show(written, last=True)
     print(f"{folder.path}: {describe(state)}", file=sys.stderr)
 
 
 def encoded(source, encoding, state):
-    """(position, number, piece, split, tokens) of every piece from the state's place on, in order; threads encode ahead.
+    """(position, number, piece, split, tokens) of each piece from the state's place on, in order; threads encode ahead.
 
     tiktoken works without Python's global lock, so threads use all cores, and nothing is copied between processes.
     """
@@ -710,8 +711,10 @@ are sent there in parts of 16 KiB.""")
     text.add_argument("files", nargs="+", help="names or patterns such as 'news/*.txt'")
     for command in (toy, text, web):
         command.add_argument("--out", required=True, metavar="DIR", help="folder for the shards")
-    toy.add_argument("--tokens", type=whole_number, metavar="N", default=3_000_000, help="tokens of training (default 3e6)")
-    text.add_argument("--tokens", type=whole_number, metavar="N", help="tokens of training to stop at (default: everything)")
+    toy.add_argument("--tokens", type=whole_number, metavar="N", default=3_000_000,
+                     help="tokens of training (default 3e6)")
+    text.add_argument("--tokens", type=whole_number, metavar="N",
+                      help="tokens of training to stop at (default: everything)")
     web.add_argument("--tokens", type=whole_number, metavar="N", default=20_000_000_000, help="the same (default 20e9)")
     for command, share in ((text, 0.05), (web, 0.001)):
         command.add_argument("--tokenizer", default="gpt2", metavar="gpt2|bpe:N|DIR",
@@ -721,7 +724,8 @@ are sent there in parts of 16 KiB.""")
                              help=f"share of the documents for validation (default {share})")
         command.add_argument("--shard-tokens", type=whole_number, default=10 ** 8, metavar="N",
                              help="tokens in a shard (default 1e8)")
-    web.add_argument("--dataset", default="HuggingFaceFW/fineweb-edu", help="another name on the hub, or a local folder")
+    web.add_argument("--dataset", default="HuggingFaceFW/fineweb-edu",
+                     help="another name on the hub, or a local folder")
     web.add_argument("--config", help="its configuration (default for FineWeb-Edu: sample-100BT)")
     for name, what in (("info", "what a folder holds"), ("check", "check every shard of a folder")):
         commands.add_parser(name, help=what).add_argument("folder")

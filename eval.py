@@ -11,8 +11,8 @@ val        cross-entropy of the validation split, in whole windows: nats per tok
 ppl        each document by itself, after an end-of-text token that is not scored: perplexity per token and per byte and
            bits per byte, the last two as lm-evaluation-harness has them, and the spread over documents.
 hellaswag, lambada   as lm-evaluation-harness defines them, question by question: see tasks.py.
-features   of each layer and level: the features that ever fired, how often, L0, the fraction of variance explained; of each
-           layer and of all: the loss with the bottleneck's output y replaced by its input h (what the sparse code
+features   of each layer and level: the features that ever fired, how often, L0, the fraction of variance explained; of
+           each layer and of all: the loss with the bottleneck's output y replaced by its input h (what the sparse code
            costs), or by zero.
 
 Windows are disjoint, or slide with --stride S, so that a token sees at least context - S others; each token is scored
@@ -73,7 +73,8 @@ def val(scorer, run, tokens, limit, stride):
     lengths = np.zeros(run.encoding.n_vocab, np.int64)  # in bytes; end-of-text stays 0
     lengths[list(ranks.values())] = [len(token) for token in ranks]
     return {**measures(-log_probs.sum(), len(scored), int(lengths[scored].sum())),
-            "what": f"{len(scored):,} tokens of the validation split of {tokens.folder}, {describe_windows(scorer, stride)}",
+            "what": f"{len(scored):,} tokens of the validation split of {tokens.folder}, "
+                    f"{describe_windows(scorer, stride)}",
             "data": {"source": tokens.folder, "tokenizer": tokens.tokenizer_id, "sha256": digest(scored)}}
 
 
@@ -119,11 +120,12 @@ def ppl(scorer, run, files, limit, stride):
         sizes.append(len(well_formed(text).encode()))
     count, source = sum(map(len, found)), ", ".join(files) if files else tasks.source("pile")
     if count < scorer.context:
-        raise UserError(f"the text of {source} has {count} tokens, fewer than one context of {scorer.context}: give more text, or "
-                        "take a shorter --context")
+        raise UserError(f"the text of {source} has {count} tokens, fewer than one context of {scorer.context}: "
+                        "give more text, or take a shorter --context")
     nats = -score_documents(scorer, found, run.encoding.eot_token, stride, "ppl")
     quantiles = np.quantile(nats / math.log(2) / sizes, [0, 0.25, 0.5, 0.75, 1])
-    return {**measures(nats.sum(), count, sum(sizes)), "documents": len(sizes), "bits_per_byte_quantiles": quantiles.tolist(),
+    return {**measures(nats.sum(), count, sum(sizes)),
+            "documents": len(sizes), "bits_per_byte_quantiles": quantiles.tolist(),
             "what": f"{len(sizes):,} documents, {count:,} tokens, of {source}, {describe_windows(scorer, stride)}",
             "data": {"source": source, "sha256": digest(*found)}}
 
@@ -131,7 +133,8 @@ def ppl(scorer, run, files, limit, stride):
 def ask(scorer, run, name, folder, limit):
     """HellaSwag or LAMBADA. limit: of questions."""
     questions, source = tasks.questions(name, folder, limit)
-    pairs = [tasks.encode_pair(run.encoding, question.context, answer) for question in questions for answer in question.answers]
+    pairs = [tasks.encode_pair(run.encoding, question.context, answer)
+             for question in questions for answer in question.answers]
     log_probs, greedy = scorer.score([fit(*pair, scorer.context) for pair in pairs], name)
     marks = tasks.mark_choice(questions, log_probs) if name == "hellaswag" else {"acc": greedy.tolist()}
     result = {key: float(np.mean(right)) for key, right in marks.items()}
@@ -139,14 +142,16 @@ def ask(scorer, run, name, folder, limit):
     if name == "lambada":
         result["perplexity"] = math.exp(-log_probs.mean())
     cut = sum(len(before) + len(answer) > scorer.context + 1 for before, answer in pairs)
-    return {**result, "questions": len(questions), "cut": cut, "right": {key: bits(right) for key, right in marks.items()},
+    return {**result, "questions": len(questions), "cut": cut,
+            "right": {key: bits(right) for key, right in marks.items()},
             "what": f"{len(questions):,} questions of {source}"
-                    + (f"; {cut:,} of {len(pairs):,} texts were cut on the left to fit {scorer.context} tokens" if cut else ""),
+                    + (f"; {cut:,} of {len(pairs):,} texts were cut on the left to fit {scorer.context} tokens"
+                       if cut else ""),
             "data": {"source": source, "sha256": digest(np.frombuffer(repr(questions).encode(), np.uint8))}}
 
 
 def bits(right):
-    """Which questions were answered right, a 0 or 1 for each: for tests of one model against another on the same questions."""
+    """Which questions were answered right, a 0 or 1 each: to test one model against another on the same questions."""
     return "".join("1" if value else "0" for value in right)
 
 
@@ -187,11 +192,13 @@ def features(scorer, run, tokens, limit):
                 found[key] = loss(what)
         return found
 
-    layers = [{"levels": level_results(counts, layer), **losses([block], f"layer {layer}")} for layer, block in enumerate(blocks)]
+    layers = [{"levels": level_results(counts, layer), **losses([block], f"layer {layer}")}
+              for layer, block in enumerate(blocks)]
     return {"loss": loss("as it is"), **losses(blocks, "all layers"), "layers": layers, "edges": EDGES,
             "what": f"{count * scorer.context:,} tokens of the validation split of {tokens.folder}, "
                     + describe_windows(scorer, scorer.context),
-            "data": {"source": tokens.folder, "tokenizer": tokens.tokenizer_id, "sha256": digest(*(r.tokens for r in requests))}}
+            "data": {"source": tokens.folder, "tokenizer": tokens.tokenizer_id,
+                     "sha256": digest(*(r.tokens for r in requests))}}
 
 
 def level_results(counts, layer):
@@ -224,7 +231,8 @@ def adapter(scorer, run):
             return encode(run.encoding, string).tolist()
 
         def _loglikelihood_tokens(self, requests, **kwargs):
-            log_probs, greedy = scorer.score([fit(before, answer, scorer.context) for _, before, answer in requests], "harness")
+            log_probs, greedy = scorer.score([fit(before, answer, scorer.context) for _, before, answer in requests],
+                                             "harness")
             return list(zip(log_probs.tolist(), greedy.tolist()))
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -236,7 +244,8 @@ def adapter(scorer, run):
 
         def generate(self, prompt, options):
             if options.get("do_sample"):
-                raise UserError("a task of the harness asks for random samples, but here generation is greedy: leave that task out")
+                raise UserError("a task of the harness asks for random samples, but here generation is greedy: "
+                                "leave that task out")
             stops = options.get("until") or []
             stops = [stops] if isinstance(stops, str) else stops
             prompt = torch.tensor([self.tok_encode(prompt) or [self.eot_token_id]], device=scorer.device)
@@ -253,13 +262,14 @@ def adapter(scorer, run):
 
 
 def harness(scorer, run, names, folder, limit):
-    """(name, result) of the harness's own tasks, as they are finished. With a folder, those of LOCAL read their file in it."""
+    """(name, result) of the harness's own tasks, as they are finished.
+    With a folder, those of LOCAL read their file in it."""
     try:
         import lm_eval
         import lm_eval.tasks
     except ImportError:
-        raise UserError("--harness needs lm-evaluation-harness: pip install lm_eval, or use --tasks hellaswag,lambada, which give "
-                        "the same figures") from None
+        raise UserError("--harness needs lm-evaluation-harness: pip install lm_eval, "
+                        "or use --tasks hellaswag,lambada, which give the same figures") from None
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstrap would fork this process, perhaps with a GPU
     with tempfile.TemporaryDirectory() as configs, open(os.devnull, "w") as nowhere:
         bars = sys.stderr if sys.stderr.isatty() else nowhere  # it prints many
@@ -272,19 +282,23 @@ def harness(scorer, run, names, folder, limit):
         for name in names:  # one by one: the batches, and so the last digits, are those of our own tasks
             try:
                 with contextlib.redirect_stdout(bars), contextlib.redirect_stderr(bars):
-                    found = lm_eval.simple_evaluate(adapter(scorer, run), tasks=[name], limit=limit, task_manager=manager,
-                                                    bootstrap_iters=100)
+                    found = lm_eval.simple_evaluate(adapter(scorer, run), tasks=[name], limit=limit,
+                                                    task_manager=manager, bootstrap_iters=100)
             except OSError as error:  # what `datasets` raises without a network
-                raise UserError(f"the harness could not read the data of {name} ({type(error).__name__}: {error}). Two ways out: a "
-                                f"network, or for {' and '.join(LOCAL)} local files, --data DIR") from error
+                raise UserError(f"the harness could not read the data of {name} ({type(error).__name__}: {error}). "
+                                "Two ways out: a network, "
+                                f"or for {' and '.join(LOCAL)} local files, --data DIR") from error
             for task in found["results"] if found else ():  # several of a group; on other ranks than the first, none
-                yield f"harness {task}", harness_result(found["results"][task], found["samples"].get(task, []), lm_eval.__version__)
+                yield f"harness {task}", harness_result(found["results"][task], found["samples"].get(task, []),
+                                                        lm_eval.__version__)
 
 
 def harness_result(values, samples, version):
-    marks = {key: bits(sample[key] for sample in samples) for key in ("acc", "acc_norm") if samples and key in samples[0]}
+    marks = {key: bits(sample[key] for sample in samples)
+             for key in ("acc", "acc_norm") if samples and key in samples[0]}
     asked = repr([sample["arguments"] for sample in samples]).encode()
-    return {**{key.removesuffix(",none"): value for key, value in values.items() if isinstance(value, float)}, "right": marks,
+    return {**{key.removesuffix(",none"): value for key, value in values.items() if isinstance(value, float)},
+            "right": marks,
             "what": f"{len(samples):,} questions, asked by lm-evaluation-harness {version}",
             "data": {"sha256": digest(np.frombuffer(asked, np.uint8))}}
 
@@ -305,7 +319,8 @@ def write_local_task(name, home, folder, out):
 # Results
 
 ROWS = {  # of a task: what to print, its key, its place in PAPER
-    "val": (("loss, nats per token", "loss", 1), ("perplexity", "perplexity", 0), ("bits per byte", "bits_per_byte", 0)),
+    "val": (("loss, nats per token", "loss", 1), ("perplexity", "perplexity", 0),
+            ("bits per byte", "bits_per_byte", 0)),
     "ppl": (("perplexity of a token", "perplexity", 2), ("perplexity of a byte", "byte_perplexity", 0),
             ("bits per byte", "bits_per_byte", 0)),
     "hellaswag": (("accuracy", "acc", 0), ("accuracy, per character", "acc_norm", 3)),
@@ -314,7 +329,7 @@ ROWS = {  # of a task: what to print, its key, its place in PAPER
 
 
 def open_checked(path, device):
-    """(run, SHA-256 of its file), the same on every rank, though a run that is training may replace the file at any time."""
+    """(run, SHA-256 of its file), the same on every rank, though a run in training may replace the file at any time."""
     path = checkpoint_path(path)
     changed = os.path.exists(path) and os.path.getmtime(path)
     run = open_run(path, device)
@@ -324,7 +339,8 @@ def open_checked(path, device):
         hashes *= dist.get_world_size()
         dist.all_gather_object(hashes, hashes[0])
     if len(set(hashes)) > 1 or os.path.getmtime(path) != changed:
-        raise UserError(f"{path} was replaced while it was being read, perhaps by a run that is still training: try again")
+        raise UserError(f"{path} was replaced while it was being read, perhaps by a run that is still training: "
+                        "try again")
     return run, hashes[0]
 
 
@@ -355,11 +371,13 @@ def describe(name, result, paper):
         return lines + describe_features(result)
     if name == "ppl" and result["data"]["source"] != tasks.source("pile"):
         paper = None
-    shown = ROWS.get(name) or [(key, key, 0) for key in result if isinstance(result[key], float) and "_stderr" not in key]
+    shown = ROWS.get(name) or [(key, key, 0) for key in result
+                               if isinstance(result[key], float) and "_stderr" not in key]
     for label, key, place in shown:
         error = result.get(f"{key}_stderr")
         theirs = figure(paper[place]) if paper and place else ""
-        lines.append(f"  {label:<26}{figure(result[key]):>12}{'' if error is None else figure(error):>12}{theirs:>12}".rstrip())
+        lines.append(f"  {label:<26}{figure(result[key]):>12}{'' if error is None else figure(error):>12}"
+                     f"{theirs:>12}".rstrip())
     if name == "ppl":
         lines.append("  bits per byte of a document: least {:.4f}, quartiles {:.4f}, {:.4f}, {:.4f}, most {:.4f}"
                      .format(*result["bits_per_byte_quantiles"]))
@@ -384,9 +402,10 @@ def describe_features(result):
             lines.append(f"{layer:>7}{level:>6}{values['features']:>10,}{values['fired']:>9.2%}{values['l0']:>7.2f}"
                          f"{values['explained']:>10.3f}{losses}"
                          + "".join(f"{count / values['features']:>8.2%}" for count in values["histogram"]))
-    return lines + [f"{'all':>7}{'':42}{result['loss_input']:8.4f}{result['loss_zero']:8.4f}",
-                    f"  The loss is {result['loss']:.4f} as the model is; y = h and y = 0: with the bottleneck's output replaced",
-                    "  by its input or by zero, in this layer alone. Variance is explained by a level and those before it."]
+    return lines + [
+        f"{'all':>7}{'':42}{result['loss_input']:8.4f}{result['loss_zero']:8.4f}",
+        f"  The loss is {result['loss']:.4f} as the model is; y = h and y = 0: with the bottleneck's output replaced",
+        "  by its input or by zero, in this layer alone. Variance is explained by a level and those before it."]
 
 
 # The command line
@@ -401,16 +420,25 @@ def parse(arguments):
     parser = argparse.ArgumentParser(prog="eval.py", formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
     parser.add_argument("run", help="a run's folder, such as out/tiny, of which best.pt is taken; or a checkpoint")
-    parser.add_argument("--tasks", metavar="A,B", help=f"some of {','.join(TASKS)} (default val,features; and ppl with --text)")
-    parser.add_argument("--limit", type=whole_number, metavar="N", help="windows of val and features, documents of ppl, questions else")
-    parser.add_argument("--text", nargs="+", metavar="FILE", help="ppl: .txt, .jsonl, .parquet, .gz of these (default: the Pile)")
-    parser.add_argument("--data", metavar="DIR", help="folder with hellaswag_val.jsonl and lambada_test.jsonl (default: the hub)")
-    parser.add_argument("--val", metavar="DIR", help="folder made by data.py, for val and features (default: that of the run)")
-    parser.add_argument("--context", type=whole_number, metavar="T", help="tokens that the model may see (default: all it can)")
-    parser.add_argument("--stride", type=whole_number, metavar="S", help="val and ppl: windows slide by S tokens (default: disjoint)")
-    parser.add_argument("--harness", metavar="A,B", help="tasks of lm-evaluation-harness, such as hellaswag,lambada_openai")
+    parser.add_argument("--tasks", metavar="A,B",
+                        help=f"some of {','.join(TASKS)} (default val,features; and ppl with --text)")
+    parser.add_argument("--limit", type=whole_number, metavar="N",
+                        help="windows of val and features, documents of ppl, questions else")
+    parser.add_argument("--text", nargs="+", metavar="FILE",
+                        help="ppl: .txt, .jsonl, .parquet, .gz of these (default: the Pile)")
+    parser.add_argument("--data", metavar="DIR",
+                        help="folder with hellaswag_val.jsonl and lambada_test.jsonl (default: the hub)")
+    parser.add_argument("--val", metavar="DIR",
+                        help="folder made by data.py, for val and features (default: that of the run)")
+    parser.add_argument("--context", type=whole_number, metavar="T",
+                        help="tokens that the model may see (default: all it can)")
+    parser.add_argument("--stride", type=whole_number, metavar="S",
+                        help="val and ppl: windows slide by S tokens (default: disjoint)")
+    parser.add_argument("--harness", metavar="A,B",
+                        help="tasks of lm-evaluation-harness, such as hellaswag,lambada_openai")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    parser.add_argument("--batch_tokens", type=whole_number, metavar="N", help="tokens of a forward pass (default 4096; on a GPU 16384)")
+    parser.add_argument("--batch_tokens", type=whole_number, metavar="N",
+                        help="tokens of a forward pass (default 4096; on a GPU 16384)")
     return parser.parse_args(arguments)
 
 
@@ -428,9 +456,9 @@ def choose_tasks(args):
 def open_val(run, folder, rank):
     tokens = Tokens(folder, "val", verify=rank == 0)
     if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
-        raise UserError(f"{run.path} has another vocabulary than {folder}: the model's tokenizer is {run.encoding.name} of "
-                        f"{run.encoding.n_vocab:,} tokens, the data's another of {tokens.vocab_size:,}. Give data of its own "
-                        "with --val DIR")
+        raise UserError(f"{run.path} has another vocabulary than {folder}: "
+                        f"the model's tokenizer is {run.encoding.name} of {run.encoding.n_vocab:,} tokens, "
+                        f"the data's another of {tokens.vocab_size:,}. Give data of its own with --val DIR")
     return tokens
 
 
@@ -443,15 +471,16 @@ def evaluate(args):
     if context > run.config.context:
         raise UserError(f"--context {context} is longer than the model's, {run.config.context}: take at most that")
     if stride > context:
-        raise UserError(f"--stride {stride} is longer than the context, {context}: the tokens between would not be scored")
+        raise UserError(f"--stride {stride} is longer than the context, {context}: "
+                        "the tokens between would not be scored")
     batch_tokens = args.batch_tokens or (16384 if device.type == "cuda" else 4096)
     scorer = Scorer(run.model, context, batch_tokens, rank, ranks)
     tokens = open_val(run, args.val or run.config.data, rank) if {"val", "features"} & set(names) else None
     about = {"checkpoint": {"path": run.path, "step": run.content["step"], "sha256": sha256}, **provenance(),
              "seed": run.config.seed, "config": vars(run.config), "device": device.type}
     paper = paper_figures(run.config)
-    say(f"{run.path}, step {run.content['step']}: {run.model.count_parameters():,} parameters, bottleneck {run.config.bottleneck}, "
-        f"seed {run.config.seed}")
+    say(f"{run.path}, step {run.content['step']}: {run.model.count_parameters():,} parameters, "
+        f"bottleneck {run.config.bottleneck}, seed {run.config.seed}")
     say(f"{'':28}{'value':>12}{'std. error':>12}{f'  paper, {paper[0]}' if paper else ''}")
 
     def finish(name, result):

@@ -1,13 +1,13 @@
 """The features of a model: which of them read a text, where in a corpus each one fires, and what it does there.
 
-    codes = read_codes(run.model, prompt_tokens(run, "The sailor"))        one Code a layer, (1, T, K)
-    index, tokens = open_index(run)                                        where every feature fires in the validation data
-    positions, coefs = index.firings(layer=2, index=1234, sign=1)          e.g. tokens.read(position - 9, position + 1)
+    codes = read_codes(run.model, prompt_tokens(run, "The sailor"))     one Code a layer, (1, T, K)
+    index, tokens = open_index(run)                                     where each feature fires in the validation data
+    positions, coefs = index.firings(layer=2, index=1234, sign=1)       e.g. tokens.read(position - 9, position + 1)
 
-A feature of a layer is an index with a sign, since positive and negative coefficients mean unrelated things: dpb.unfold.
-The index holds, for each feature, the tokens on which it was active and its coefficients there: one sorted list with
-offsets into it, 6 bytes an entry. It lies beside the checkpoint as features.npz, with a hash of the weights and of what it was
-made from, and is made anew when one of these has changed.
+A feature of a layer is an index with a sign, since positive and negative coefficients mean unrelated things:
+dpb.unfold. The index holds, for each feature, the tokens on which it was active and its coefficients there: one sorted
+list with offsets into it, 6 bytes an entry. It lies beside the checkpoint as features.npz, with a hash of the weights
+and of what it was made from, and is made anew when one of these has changed.
 """
 import hashlib
 import os
@@ -29,15 +29,15 @@ def prompt_tokens(run, text):
     ids = [run.encoding.eot_token, *encode(run.encoding, text).tolist()]
     if len(ids) > run.config.context:
         raise UserError(f"the prompt has {len(ids):,} tokens, but the context of this model is {run.config.context:,}: "
-                           "shorten it")
+                        "shorten it")
     return torch.tensor([ids], device=run.model.embedding.weight.device)
 
 
 def width_of(model):
     """m, the number of features of a layer; a sentence if it has none."""
     if model.blocks[0].bottleneck is None:
-        raise UserError("this model is dense, so it has no features to look at: python train.py configs/tiny.py trains one "
-                           "that has")
+        raise UserError("this model is dense, so it has no features to look at: "
+                        "python train.py configs/tiny.py trains one that has")
     return model.blocks[0].bottleneck.m
 
 
@@ -73,7 +73,8 @@ def parse_feature(text, model):
     if layer >= len(model.blocks):
         raise UserError(f"there is no layer {layer}: this model has the layers 0 to {len(model.blocks) - 1}")
     if index >= width_of(model):
-        raise UserError(f"there is no feature {index}: a layer of this model has the features 0 to {width_of(model) - 1}")
+        raise UserError(f"there is no feature {index}: "
+                        f"a layer of this model has the features 0 to {width_of(model) - 1}")
     return layer, index, sign
 
 
@@ -113,7 +114,7 @@ class Index:
         return self.positions[own], self.coefs[own].astype(np.float32)
 
     def cofiring(self, layer, positions, relatives):
-        """How often each relative, of either sign, is active on the tokens at `positions`: [(count, index)], most first."""
+        """How often each relative, of either sign, is active on tokens at `positions`: [(count, index)], most first."""
         counts = []
         for relative in relatives:
             other = np.concatenate([self.firings(layer, relative, sign)[0] for sign in (1, -1)])
@@ -149,7 +150,7 @@ def gather(model, tokens, windows, batch=16):
 
 
 def open_index(run, most=2 ** 16, say=print):
-    """The Index of a run over at most `most` tokens of its validation data: the stored one if it is of these weights."""
+    """The Index of a run over at most `most` tokens of validation data: the stored one if it is of these weights."""
     m, tokens = width_of(run.model), Tokens(run.config.data, "val")
     if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
         raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
@@ -160,14 +161,16 @@ def open_index(run, most=2 ** 16, say=print):
     if arrays is None or str(arrays.get("key")) != key:
         why = f"{path} is of another checkpoint or another piece of data: gathering" if arrays else "gathering"
         say(f"{why} where each feature fires in {windows * run.config.context:,} tokens of {run.config.data}, once")
-        arrays = gather(run.model, tokens, windows) | {"key": np.array(key), "tokens": np.array(windows * run.config.context)}
+        arrays = gather(run.model, tokens, windows) | {"key": np.array(key),
+                                                       "tokens": np.array(windows * run.config.context)}
         write_arrays(path, arrays)
         say(f"wrote {path}, {os.path.getsize(path) / 1e6:.1f} MB, {len(arrays['positions']):,} firings")
     return Index(arrays, m), tokens
 
 
 def read_arrays(path, say=print):
-    """The arrays of an .npz file, or None if there is none or it is damaged, which is said. Nothing in it is ever executed."""
+    """The arrays of an .npz file, or None if there is none or it is damaged, which is said.
+    Nothing in it is ever executed."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
@@ -189,16 +192,17 @@ def write_arrays(path, arrays):
 
 @torch.no_grad()
 def effect(model, tokens, layer, index, positions):
-    """How much the feature raises the logit of each next token above the mean of all: with it, less without it, the mean over
-    positions. (V,)
+    """How much the feature raises the logit of each next token above the mean of all: with it, less without it,
+    the mean over positions. (V,)
 
-    Without it means that its coefficient is zero at that token and layer, and everything after runs on: the feature acts
-    through an MLP, so its direction alone would not say what it does.
+    Without it means that its coefficient is zero at that token and layer, and everything after runs on: the feature
+    acts through an MLP, so its direction alone would not say what it does.
     """
     context = model.config.context
     device = model.embedding.weight.device
     rows = tokens.windows(positions // context, context)[:, :-1].to(device)
-    at = torch.arange(len(positions), device=device), torch.from_numpy((positions % context).astype(np.int64)).to(device)
+    at = (torch.arange(len(positions), device=device),
+          torch.from_numpy((positions % context).astype(np.int64)).to(device))
 
     def remove(number, code):
         if number != layer:
@@ -238,7 +242,8 @@ class FeatureCounts:
             self.tokens[number] += len(h)
             self.total[number] += h.sum(0)
             self.squares[number] += h.square().sum()
-            self.errors[number] += torch.stack([(h - output.double().flatten(0, 1)).square().sum() for output in outputs])
+            self.errors[number] += torch.stack([(h - output.double().flatten(0, 1)).square().sum()
+                                                for output in outputs])
 
     def reduce(self):
         for tensor in (self.fired, self.tokens, self.total, self.squares, self.errors) if self.layers else ():

@@ -33,8 +33,8 @@ def main(arguments):
         raise UserError("give one folder that data.py made: python ngram.py data/toy")
     train, test = (data.Tokens(arguments[0], split) for split in ("train", "val"))
     if len(train) > 10 ** 8:
-        raise UserError(f"{arguments[0]} has {len(train):,} training tokens, and counting them in Python needs too much "
-                             "memory: give at most 100 million")
+        raise UserError(f"{arguments[0]} has {len(train):,} training tokens, "
+                        "and counting them in Python needs too much memory: give at most 100 million")
     loss = trigram_loss(train.read(0, len(train)).tolist(), test.read(0, len(test)).tolist())
     print(f"trigram: validation loss {loss:.4f} nats per token, from {len(train):,} training tokens")
 

@@ -32,8 +32,8 @@ def start_ranks(device):
 def store_of_this_attempt(store, rank, ranks):
     """
     A store without the keys of earlier attempts. torchrun keeps one store over its restarts, and a rank that reads
-    the address of a process that is gone can't connect. Nor do nodes agree on the number of restarts: each counts its own.
-    So rank 0 draws a name for the attempt and tells it to every rank that can answer.
+    the address of a process that is gone can't connect. Nor do nodes agree on the number of restarts: each counts its
+    own. So rank 0 draws a name for the attempt and tells it to every rank that can answer.
     """
     name = secrets.token_hex(8)
     if rank:
@@ -50,7 +50,8 @@ def store_of_this_attempt(store, rank, ranks):
             elif store.check([f"hello/{other}"]):  # perhaps of a process that is gone: the living one will overwrite it
                 store.set(f"attempt of {store.get(f'hello/{other}').decode()}", name)
         if time.monotonic() > deadline:
-            raise UserError(f"ranks {sorted(waiting)} did not come within {store.timeout}: is the command running on every node?")
+            raise UserError(f"ranks {sorted(waiting)} did not come within {store.timeout}: "
+                            "is the command running on every node?")
         time.sleep(0.02)
     return dist.PrefixStore(name, store)
 

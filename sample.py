@@ -53,7 +53,7 @@ def read_text(path):
 
 
 def stream(encoding, tokens, write):
-    """Write each token's text as it comes; a character whose bytes are in several tokens comes with the last of them."""
+    """Write each token's text as it comes; a character whose bytes are in several tokens comes with the last."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         write(decoder.decode(piece(encoding, token)))
@@ -70,7 +70,8 @@ def columns(left, right, words, width, colour):
     half = (width - 3) // 2
     if not colour:
         left, right = (mark(text, words, "*", "*") for text in (left, right))
-    wrapped = [[line for part in text.split("\n") for line in textwrap.wrap(part, half) or [""]] for text in (left, right)]
+    wrapped = [[line for part in text.split("\n") for line in textwrap.wrap(part, half) or [""]]
+               for text in (left, right)]
     for pair in itertools.zip_longest(*wrapped, fillvalue=""):
         line = f"{pair[0]:{half}} | {pair[1]}"
         yield mark(line, words, "\033[1;32m", "\033[0m") if colour else line
@@ -82,7 +83,8 @@ def sampling(options):
 
 def sample_tokens(run, prompt, samples, options, seed, vector=None, alpha=1.0):
     """Tokens (samples, tokens) that follow the prompt (1, T), in one batch."""
-    steps = steer.generate(run.model, prompt.expand(samples, -1), options.tokens, vector, alpha, seed=seed, **sampling(options))
+    steps = steer.generate(run.model, prompt.expand(samples, -1), options.tokens, vector, alpha,
+                           seed=seed, **sampling(options))
     return torch.stack(list(steps), dim=1)
 
 
@@ -91,7 +93,8 @@ def write_sample(run, prompt, options, seed, vector=None, alpha=1.0):
     end = run.encoding.eot_token
     steps = steer.generate(run.model, prompt, options.tokens, vector, alpha, seed=seed, stop=end, **sampling(options))
     tokens = (token.item() for token in steps)
-    stream(run.encoding, itertools.takewhile(lambda token: token != end, tokens), lambda text: print(text, end="", flush=True))
+    stream(run.encoding, itertools.takewhile(lambda token: token != end, tokens),
+           lambda text: print(text, end="", flush=True))
     print()
 
 
@@ -101,8 +104,9 @@ def write_sample(run, prompt, options, seed, vector=None, alpha=1.0):
 def check_concept(concept):
     if concept not in toyworld.TOPICS:
         near = sorted(toyworld.TOPICS, key=lambda topic: -difflib.SequenceMatcher(None, concept, topic).ratio())
-        raise UserError(f"there is no concept {concept!r} in the toy world: the concepts, nearest first, are {', '.join(near)}. "
-                         "For any other give --positive FILE --negative FILE")
+        raise UserError(f"there is no concept {concept!r} in the toy world: "
+                        f"the concepts, nearest first, are {', '.join(near)}. "
+                        "For any other give --positive FILE --negative FILE")
 
 
 def make_vector(run, concept, options):
@@ -117,8 +121,8 @@ def make_vector(run, concept, options):
         check_concept(concept)
         texts = steer.toy_texts(concept)
     else:
-        raise UserError("this model was not trained on the toy world, whose concepts are known: give texts with the concept and "
-                         "texts without it, --positive FILE --negative FILE")
+        raise UserError("this model was not trained on the toy world, whose concepts are known: "
+                        "give texts with the concept and texts without it, --positive FILE --negative FILE")
     print(f"making the vector of {concept}" + f", fitted in {options.fit} steps" * (options.fit > 0), flush=True)
     vector = contrast(run, concept, *texts, k=options.k, layer=options.layer, steps=options.fit)
     if options.save_vector:
@@ -138,7 +142,8 @@ def show_steering(run, prompt, vector, options):
     for number in range(options.samples or 3):
         start = text_of(run.encoding, prompt[0, 1:].tolist())
         texts = [start + text_of(run.encoding, tokens[0].tolist()).partition(END)[0] for tokens in (
-                 sample_tokens(run, prompt, 1, options, options.seed + number, vector, alpha) for alpha in (0, options.alpha))]
+                 sample_tokens(run, prompt, 1, options, options.seed + number, vector, alpha)
+                 for alpha in (0, options.alpha))]
         heads = f"unsteered, seed {options.seed + number}", f"{vector.concept}, alpha {options.alpha:g}"
         print(*columns(*heads, (), width, colour), *columns(*texts, words, width, colour), sep="\n", end="\n\n")
 
@@ -155,8 +160,9 @@ def measure(texts, concept):
 def sweep(run, prompt, vector, options):
     """A row for each alpha: what steering gains and what it costs."""
     toy, samples = bool(words_of(run, vector.concept)), options.samples or 32
-    print(f"{vector.concept}: {samples} texts of {options.tokens} tokens for each alpha, temperature {options.temperature}, top-p "
-          f"{options.top_p}, seed {options.seed}; perplexity is the unsteered model's")
+    print(f"{vector.concept}: {samples} texts of {options.tokens} tokens for each alpha, "
+          f"temperature {options.temperature}, top-p {options.top_p}, seed {options.seed}; "
+          "perplexity is the unsteered model's")
     print(f"{'alpha':>7}" + f"{'concept words':>18}{'well-formed':>13}" * toy + f"{'perplexity':>12}")
     for alpha in options.alphas:
         tokens = sample_tokens(run, prompt, samples, options, options.seed, vector, alpha)
@@ -169,26 +175,30 @@ def sweep(run, prompt, vector, options):
 
 
 def steer_eval(run, options, concepts=HELD_OUT, choose=32, test=64, base=512):
-    """A row for each concept. Its alpha is the one with most concept words among those with 85% well-formed sentences, in texts of
-    one seed; what it does is measured on texts of another, and there 80% must be well-formed: of the 300 sentences of
-    the choice five points are two standard errors. The unsteered texts are the same for all concepts."""
+    """A row for each concept. Its alpha is the one with most concept words among those with 85% well-formed sentences,
+    in texts of one seed; what it does is measured on texts of another, and there 80% must be well-formed: of the 300
+    sentences of the choice five points are two standard errors. The unsteered texts are the same for all concepts."""
     if not is_toy(run):
-        raise UserError("--steer-eval needs a model of the toy world, where concept words and well-formed sentences are known")
+        raise UserError("--steer-eval needs a model of the toy world, "
+                        "where concept words and well-formed sentences are known")
     alphas = [alpha for alpha in options.alphas or ((0.5, 0.75, 1, 1.25) if options.fit else (4, 8, 12, 16)) if alpha]
     prompt, reached = prompt_tokens(run, ""), 0
 
     def texts(samples, seed, *steering):
-        return [text_of(run.encoding, ids) for ids in sample_tokens(run, prompt, samples, options, seed, *steering).tolist()]
+        return [text_of(run.encoding, ids)
+                for ids in sample_tokens(run, prompt, samples, options, seed, *steering).tolist()]
 
     unsteered = texts(base, options.seed)
     formed, sentences = measure(unsteered, concepts[0])[2:]
     dense = run.config.bottleneck == "none"
-    print(f"{run.path}, " + (f"residual stream after layer {options.layer}" if dense else f"{options.k} features a layer")
+    print(f"{run.path}, "
+          + (f"residual stream after layer {options.layer}" if dense else f"{options.k} features a layer")
           + (", fitted weights" if options.fit else ", differences as weights"))
     print(f"texts of {options.tokens} tokens from nothing, temperature {options.temperature}, top-p {options.top_p}")
-    print(f"unsteered: {base} texts, {sentences:,} sentences, {formed:.1%} well-formed; steered: alpha from {choose} texts, figures "
-          f"from {test} others")
-    print(f"{'concept':12}{'unsteered':>18}{'alpha':>7}{'steered':>18}{'factor':>8}{'well-formed':>13}{'sentences':>11}")
+    print(f"unsteered: {base} texts, {sentences:,} sentences, {formed:.1%} well-formed; "
+          f"steered: alpha from {choose} texts, figures from {test} others")
+    print(f"{'concept':12}{'unsteered':>18}{'alpha':>7}{'steered':>18}{'factor':>8}"
+          f"{'well-formed':>13}{'sentences':>11}")
     for concept in concepts:
         before, error, _, _ = measure(unsteered, concept)
         vector = contrast(run, concept, *steer.toy_texts(concept), k=options.k, layer=options.layer, steps=options.fit)
@@ -197,8 +207,8 @@ def steer_eval(run, options, concepts=HELD_OUT, choose=32, test=64, base=512):
         alpha = max(fluent)[1] if fluent else min(alphas)
         share, spread, formed, sentences = measure(texts(test, options.seed + 2, vector, alpha), concept)
         reached += share >= 3 * before and formed >= 0.8
-        print(f"{concept:12}{before:9.2%} +-{error:6.2%}{alpha:7g}{share:9.2%} +-{spread:6.2%}{share / max(before, 1e-9):8.1f}"
-              f"{formed:13.1%}{sentences:11}", flush=True)
+        print(f"{concept:12}{before:9.2%} +-{error:6.2%}{alpha:7g}{share:9.2%} +-{spread:6.2%}"
+              f"{share / max(before, 1e-9):8.1f}{formed:13.1%}{sentences:11}", flush=True)
     print(f"{reached} of {len(concepts)} concepts: at least 3 times the unsteered share, at least 80% well-formed")
 
 
@@ -215,14 +225,15 @@ def show_features(run, prompt, top):
             parents = find_parents(block.bottleneck, code)[0, at]
             cells = []
             for place in code.coefs[0, at].abs().topk(min(top, code.coefs.shape[-1])).indices.tolist():
-                index, coef, parent = code.indices[0, at, place].item(), code.coefs[0, at, place].item(), parents[place].item()
+                index, coef, parent = (code.indices[0, at, place].item(), code.coefs[0, at, place].item(),
+                                       parents[place].item())
                 cell = f"{index}{'-' if coef < 0 else '+'} {abs(coef):.2f}" + (f" < {parent}" if parent >= 0 else "")
                 cells.append(f"{f'level {level_of(block.bottleneck, index)}: {cell}':30}")
             print(f"  layer {layer}  {' '.join(cells)}".rstrip())
 
 
 def show_feature(run, name, options):
-    """One feature: how often it fires, where it fires hardest, what it does there, whose child it is and who its children are."""
+    """One feature: how often it fires, where hardest, what it does there, whose child it is, who its children are."""
     layer, index, sign = parse_feature(name, run.model)
     statistics, tokens = open_index(run, options.index_tokens)
     positions, coefs = statistics.firings(layer, index, sign)
@@ -305,27 +316,35 @@ def parse(arguments):
     text.add_argument("--prompt", metavar="TEXT", help="what to go on from")
     text.add_argument("--prompt-file", metavar="FILE", help="the same, from a file")
     text.add_argument("--interactive", action="store_true", help="type prompts; /help tells the commands")
-    text.add_argument("--samples", type=within(int, 1), metavar="N", help="texts (1; 3 side by side; 32 for each of --alphas)")
+    text.add_argument("--samples", type=within(int, 1), metavar="N",
+                      help="texts (1; 3 side by side; 32 for each of --alphas)")
     text.add_argument("--tokens", type=within(int, 1), default=127, metavar="N", help="tokens of a text, at most (127)")
     text.add_argument("--temperature", type=within(float, 0), default=0.8, metavar="T", help="0 is greedy (0.8)")
     text.add_argument("--top-k", type=within(int, 1), metavar="N", help="only the N likeliest tokens")
     text.add_argument("--top-p", type=within(float, 0, 1, open_low=True), default=0.9, metavar="P",
                       help="only the likeliest tokens with probability P together (0.9)")
-    text.add_argument("--seed", type=within(int, 0), default=0, metavar="N", help="the same seed gives the same text (0)")
+    text.add_argument("--seed", type=within(int, 0), default=0, metavar="N",
+                      help="the same seed gives the same text (0)")
     look = parser.add_argument_group("look at features")
-    look.add_argument("--features", action="store_true", help="the strongest features of each token of the prompt, by layer")
+    look.add_argument("--features", action="store_true",
+                      help="the strongest features of each token of the prompt, by layer")
     look.add_argument("--feature", metavar="LAYER:INDEX[+-]", help="what a feature fires on, and what it does")
-    look.add_argument("--top", type=within(int, 1), default=5, metavar="N", help="features of a token, contexts of a feature (5)")
+    look.add_argument("--top", type=within(int, 1), default=5, metavar="N",
+                      help="features of a token, contexts of a feature (5)")
     look.add_argument("--index-tokens", type=within(int, 1), default=2 ** 16, metavar="N",
-                      help="validation tokens to gather statistics from (65536); 6 bytes for each active feature of each")
+                      help="validation tokens to gather statistics from (65536); "
+                           "6 bytes for each active feature of each")
     bend = parser.add_argument_group("steer")
-    bend.add_argument("--steer", metavar="CONCEPT", help="a topic of the toy world, or a name for the contrast of two files")
+    bend.add_argument("--steer", metavar="CONCEPT",
+                      help="a topic of the toy world, or a name for the contrast of two files")
     bend.add_argument("--alpha", type=float, metavar="A", help="how strongly (1)")
     bend.add_argument("--alphas", type=numbers, metavar="A,B,...", help="compare these, as in 0,0.5,1,2")
     bend.add_argument("--k", type=within(int, 1), default=256, metavar="N", help="features of each layer (256)")
     bend.add_argument("--fit", type=within(int, 0), default=100, metavar="STEPS",
-                      help="steps to fit the weights in; 0: the differences of mean activations, scaled to length 1 (100)")
-    bend.add_argument("--layer", type=within(int, 0), default=0, metavar="N", help="dense models: steered after this layer (0)")
+                      help="steps to fit the weights in; "
+                           "0: the differences of mean activations, scaled to length 1 (100)")
+    bend.add_argument("--layer", type=within(int, 0), default=0, metavar="N",
+                      help="dense models: steered after this layer (0)")
     bend.add_argument("--positive", metavar="FILE", help="text with the concept")
     bend.add_argument("--negative", metavar="FILE", help="text without it")
     bend.add_argument("--save-vector", metavar="FILE", help="keep the vector (.npz)")

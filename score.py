@@ -37,7 +37,7 @@ def fit(before, answer, context):
 
 
 def windows(n, context, stride):
-    """(start, stop, count) such that each of the tokens 1..n is scored once: `count` at the end of tokens start..stop-1."""
+    """(start, stop, count) such that each of tokens 1..n is scored once: `count` at the end of tokens start..stop-1."""
     done = 0
     while done < n:
         count = min(stride if done else context, n - done)
@@ -46,11 +46,11 @@ def windows(n, context, stride):
 
 
 def plan(requests, batch_tokens):
-    """Batches (prefix, groups) of about batch_tokens tokens: lists of requests whose first `prefix` tokens are the same.
+    """Batches (prefix, groups) of about batch_tokens tokens: lists of requests whose first `prefix` tokens are equal.
 
-    Answers to one question share what comes before them, but for the last token, which predicts their first. Prefixes are
-    cut to a multiple of STEP, since all of a batch must be equally long: nothing in the cache is padding. Groups are
-    sorted by length, so that little else is padding, the longest first: too large a batch fails at once.
+    Answers to one question share what comes before them, but for the last token, which predicts their first. Prefixes
+    are cut to a multiple of STEP, since all of a batch must be equally long: nothing in the cache is padding. Groups
+    are sorted by length, so that little else is padding, the longest first: too large a batch fails at once.
     """
     shared = collections.defaultdict(list)
     for index, (tokens, count) in enumerate(requests):
@@ -88,7 +88,7 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, requests, what=""):
-        """Of each request the log-probability, float64, and whether each of its tokens is the most probable one: (n,) both.
+        """Of each request the log-probability, float64, and whether each of its tokens is the most probable: (n,) both.
 
         The batches do not depend on the number of ranks, and a request is scored by one rank: the others add zeros.
         """
@@ -120,11 +120,13 @@ class Scorer:
         owners, wanted = (torch.from_numpy(found).to(self.device) for found in (scored.nonzero()[0], targets[scored]))
         weight = self.model.embedding.weight.float()
         result = torch.zeros(2, len(rows), dtype=torch.float64, device=self.device)
-        for part in chunks(len(x), len(weight), 2 ** 22 if self.device.type == "cpu" else 2 ** 26):  # a CPU's cache is small
+        # a CPU's cache is small
+        for part in chunks(len(x), len(weight), 2 ** 22 if self.device.type == "cpu" else 2 ** 26):
             logits = F.linear(x[part], weight)  # (part, V)
             most, chosen = logits.amax(-1), logits.gather(1, wanted[part, None])[:, 0]
             greedy = chosen == most
-            greedy[greedy.clone()] = logits[greedy].argmax(-1) == wanted[part][greedy]  # of equals the first; slow, so only here
+            # of equals the first; slow, so only here
+            greedy[greedy.clone()] = logits[greedy].argmax(-1) == wanted[part][greedy]
             log_probs = chosen - most - logits.sub_(most[:, None]).exp_().sum(-1).log()  # in place: time is memory here
             result.index_add_(1, owners[part], torch.stack([log_probs, greedy]).double())
         return result

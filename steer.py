@@ -4,14 +4,14 @@
     for token in generate(run.model, tokens, 100, vector, alpha=1): ...
 
 Which features: in each layer, the k whose mean activation (unfolded: dpb.py) on the positive texts exceeds that on the
-negative ones by most. How much of each: the weights under which the steered model finds the positive texts likeliest, or
-nearly, after some steps of gradient descent from zero; alpha multiplies them. With steps=0 the weights are the differences
-themselves, scaled to length 1. These steer too, but a feature that reads a concept is not always one that makes the model
-speak of it: docs/log.md has the figures of both.
+negative ones by most. How much of each: the weights under which the steered model finds the positive texts likeliest,
+or nearly, after some steps of gradient descent from zero; alpha multiplies them. With steps=0 the weights are the
+differences themselves, scaled to length 1. These steer too, but a feature that reads a concept is not always one that
+makes the model speak of it: docs/log.md has the figures of both.
 
-Parity and TopK models are steered at every layer and token, by entries added to the code. Decoding is a sum, so that adds
-to the coefficient of a feature that is active and makes active one that is not. A dense model has no features: its vector
-lives in the residual stream after one layer, d coordinates with their weights, made and fitted in the same way.
+Parity and TopK models are steered at every layer and token, by entries added to the code. Decoding is a sum, so that
+adds to the coefficient of a feature that is active and makes active one that is not. A dense model has no features:
+its vector lives in the residual stream after one layer, d coordinates with their weights, made and fitted likewise.
 """
 import contextlib
 import functools
@@ -53,15 +53,16 @@ class Vector(NamedTuple):
             raise UserError(f"{path} is missing, damaged, or no vector that --save-vector has written")
         concept, made_for = str(arrays["concept"]), str(arrays["model"])
         if made_for != weights_hash(model):
-            raise UserError(f"{path} is a vector of another model, whose features mean other things: make one for this model "
-                             f"with --steer {concept} --save-vector FILE")
+            raise UserError(f"{path} is a vector of another model, whose features mean other things: "
+                            f"make one for this model with --steer {concept} --save-vector FILE")
         return cls(concept, made_for, *(torch.from_numpy(arrays[name]) for name in cls._fields[2:]))
 
 
 def add_features(vector, alpha, layer, code):
     """The code (..., K) with the vector's features of this layer, alpha times their weights: (..., K + k)."""
     shape = *code.indices.shape[:-1], vector.indices.shape[1]
-    more = Code(vector.indices[layer].to(code.indices).expand(shape), (alpha * vector.weights[layer]).to(code.coefs).expand(shape))
+    more = Code(vector.indices[layer].to(code.indices).expand(shape),
+                (alpha * vector.weights[layer]).to(code.coefs).expand(shape))
     return Code(*(torch.cat(pair, dim=-1) for pair in zip(code, more)))
 
 
@@ -95,7 +96,7 @@ def generate(model, tokens, count, vector=None, alpha=1.0, **settings):
 
 
 def batches(run, texts, size=16):
-    """Texts as tokens (B, T), each after an end-of-text and cut at the context, and which of them are no padding (B, T)."""
+    """Texts as tokens (B, T), each after an end-of-text and cut at the context, and which are no padding (B, T)."""
     context, end = run.config.context, run.encoding.eot_token
     rows = [row[i : i + context] for row in ([end, *encode(run.encoding, text).tolist()] for text in texts)
             for i in range(0, len(row), context)]
@@ -141,7 +142,8 @@ def contrast(run, concept, positive, negative, k=256, layer=0, steps=100):
         weights = mean_stream(run, positive, layer) - mean_stream(run, negative, layer)
     else:
         m = run.model.blocks[0].bottleneck.m
-        layers, difference = torch.arange(run.config.layers), mean_features(run, positive) - mean_features(run, negative)
+        layers, difference = (torch.arange(run.config.layers),
+                              mean_features(run, positive) - mean_features(run, negative))
         values, ids = difference.topk(min(k, 2 * m))  # (layers, k)
         indices, weights = ids % m, values.clamp(min=0) * torch.where(ids < m, 1, -1)
     vector = Vector(concept, weights_hash(run.model), layers, indices, F.normalize(weights, dim=1))
@@ -195,7 +197,8 @@ def count_toy_words(text, concept):
     """
     words, known = re.findall(r"\w+", text.replace(END, " ")), set(toyworld.concept_words(concept))
     *whole, last = text.split(END)
-    found = [sentence for part in whole for sentence in toyworld.sentences(part)] + toyworld.sentences(last[: last.rfind(".") + 1])
+    found = ([sentence for part in whole for sentence in toyworld.sentences(part)]
+             + toyworld.sentences(last[: last.rfind(".") + 1]))
     return sum(word in known for word in words), len(words), sum(map(toyworld.well_formed, found)), len(found)
 
 

@@ -5,9 +5,9 @@
     marks = mark_choice(asked, log_probs)           of all pairs -> {"acc": [True, ...], "acc_norm": [True, ...]}
 
 HellaSwag: the ending with the largest log-probability is the model's answer (acc), or the one with the largest
-log-probability per *character* (acc_norm; the harness counts characters, some papers bytes or tokens). LAMBADA, in OpenAI's
-variant: the last word of a text is right if each of its tokens is the most probable one; the perplexity is that of words,
-exp(-mean log p(word)), not of tokens.
+log-probability per *character* (acc_norm; the harness counts characters, some papers bytes or tokens). LAMBADA, in
+OpenAI's variant: the last word of a text is right if each of its tokens is the most probable one; the perplexity is
+that of words, exp(-mean log p(word)), not of tokens.
 """
 import itertools
 import json
@@ -20,11 +20,12 @@ import numpy as np
 from helpers import UserError
 from tokenizer import encode
 
-# Of each data set: its name and configuration on the Hugging Face hub, its split, and the local file that stands in for it.
+# Of each data set: its name and configuration on the Hugging Face hub, its split, and the local file in its stead.
 SETS = {
     "hellaswag": ("Rowan/hellaswag", None, "validation", "hellaswag_val.jsonl"),
     "lambada": ("EleutherAI/lambada_openai", "default", "test", "lambada_test.jsonl"),
-    # The Pile itself is no longer offered. This mirror lacks Books3, BookCorpus2, OpenSubtitles, YoutubeSubtitles and OpenWebText2.
+    # The Pile itself is no longer offered.
+    # This mirror lacks Books3, BookCorpus2, OpenSubtitles, YoutubeSubtitles and OpenWebText2.
     "pile": ("monology/pile-uncopyrighted", None, "validation", None),
 }
 
@@ -79,7 +80,8 @@ def questions(name, folder=None, limit=None):
         try:
             found.append({"hellaswag": hellaswag, "lambada": lambada}[name](record))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"record {number} of {where} is no question of {name} ({error!r}): get the data again") from None
+            raise UserError(f"record {number} of {where} is no question of {name} ({error!r}): "
+                            "get the data again") from None
     if not found:
         raise UserError(f"{where} holds no questions: get the data again")
     return found, where
@@ -95,7 +97,8 @@ def records(name, folder=None, limit=None):
     hub, config, split, file = SETS[name]
     if folder is not None and file:
         return itertools.islice(read_lines(os.path.join(folder, file)), limit)
-    return hub_records(hub, config, split, limit, f"a folder with {file} in it, --data DIR" if file else "other text, --text FILES")
+    return hub_records(hub, config, split, limit,
+                       f"a folder with {file} in it, --data DIR" if file else "other text, --text FILES")
 
 
 def read_lines(path):
@@ -107,8 +110,8 @@ def read_lines(path):
                 except ValueError as error:
                     raise UserError(f"{path}, line {number}, is not JSON ({error}): get the file again") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): give the folder that has it with --data DIR, or leave "
-                        "--data off to read from the Hugging Face hub") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}): give the folder that has it with --data DIR, "
+                        "or leave --data off to read from the Hugging Face hub") from None
 
 
 def hub_records(name, config, split, limit, way_out):
@@ -117,5 +120,5 @@ def hub_records(name, config, split, limit, way_out):
         import datasets
         yield from itertools.islice(datasets.load_dataset(name, config, split=split, streaming=True), limit)
     except Exception as error:  # whatever is not installed, or the network makes of it
-        raise UserError(f"{name} cannot be read from the Hugging Face hub ({type(error).__name__}: {error}). Two ways out: the "
-                        f"package datasets and a network, or {way_out}") from error
+        raise UserError(f"{name} cannot be read from the Hugging Face hub ({type(error).__name__}: {error}). "
+                        f"Two ways out: the package datasets and a network, or {way_out}") from error

@@ -89,7 +89,7 @@ def merges(counts):
 
 
 def merge(word, a, b, new):
-    """Replace every a that a b follows by one new token, in place; the pairs that went (-1) and came (+1), as a list."""
+    """Replace every a that a b follows by one new token, in place; a list of the pairs that went (-1) and came (+1)."""
     changes, at = [], 0
     while at + 1 < len(word):
         if word[at] == a and word[at + 1] == b:
@@ -121,7 +121,8 @@ def train_bpe(counts, size, pattern=GPT2_PATTERN, words=()):
         ranks[token] = len(ranks)
     for word in words:
         ranks.setdefault(word, len(ranks))
-    encoding = tiktoken.Encoding(f"bpe:{size}", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
+    encoding = tiktoken.Encoding(f"bpe:{size}", pat_str=pattern, mergeable_ranks=ranks,
+                                 special_tokens={END: len(ranks)})
     for word in words:
         if len(encode(encoding, word.decode())) != 1:
             raise UserError(f"the word {word.decode()!r} cannot be one token: the pattern {pattern} cuts it")
@@ -158,8 +159,8 @@ def unpack_tokenizer(packed, path="this tokenizer"):
         except (KeyError, TypeError, ValueError):
             encoding = None
     if encoding is None or pack_tokenizer(encoding)["id"] != packed.get("id"):
-        raise UserError(f"{path} is damaged, or not ours: its content does not match its id. Restore it from a copy, or "
-                        "prepare the data again in a new folder")
+        raise UserError(f"{path} is damaged, or not ours: its content does not match its id. "
+                        "Restore it from a copy, or prepare the data again in a new folder")
     return encoding
 
 
@@ -185,5 +186,5 @@ def make_tokenizer(spec, texts, limit, pattern=GPT2_PATTERN, words=()):
         return train_bpe(word_counts(texts(), pattern, limit), int(size), pattern, words)
     if os.path.isdir(spec):
         return load_tokenizer(spec)
-    raise UserError(f"there is no tokenizer {spec!r}: choose gpt2, or bpe:N for one of N entries (bpe:4096), or a folder "
-                    "that data.py has made")
+    raise UserError(f"there is no tokenizer {spec!r}: choose gpt2, or bpe:N for one of N entries (bpe:4096), "
+                    "or a folder that data.py has made")

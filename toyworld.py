@@ -274,7 +274,7 @@ def shuffle(rng, items):
     return items
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parse(template):
     """The slots of a template, each with the text before it and its class; and the text after the last."""
     *pieces, end = re.split(r"{(\w+)}", template)
@@ -296,7 +296,7 @@ def fill(template, given, decks, rng):
     return "".join(out) + end
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def by_pronoun(template):
     """The same sentence about someone already spoken of."""
     return re.sub("^{name}", "{Pronoun}", template).replace("{name}", "{pronoun}")
@@ -416,11 +416,11 @@ def sentences(text):
     return [sentence.strip() for sentence in re.findall(r"[^.\n]*\.|[^.\n]+", text) if sentence.strip()]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def word_classes():
     """The class of every word that can fill a slot; the class of a name is its pronoun."""
     groups = [group for classes in (*TOPICS.values(), WORDS, {"she": SHE, "he": HE}) for group in classes.items()]
-    return {word: "{%s}" % kind for kind, words in groups for word in words}
+    return {word: "{" + kind + "}" for kind, words in groups for word in words}
 
 
 def skeleton(words):
@@ -445,7 +445,7 @@ def skeleton(words):
     return " ".join(out)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def grammar():
     """The skeletons of all sentences there are: those of every template, for people of either gender."""
     rng = Random(0)
@@ -475,7 +475,7 @@ def well_formed(sentence):
     return len(years) < 2 or years[0][:2] == years[1][:2] and "02" <= years[0][2:] < years[1][2:]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def vocabulary():
     """Every word of the world: each is to be one token with its leading space. The ends of years are in YEARS."""
     literal = re.sub(r"{\w+}\d?|[.,]", "", " ".join(grammar()))

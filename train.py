@@ -41,11 +41,11 @@ PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "4090":
 
 
 def micro_steps(config, ranks):
-    """Accumulation steps of one optimiser step on each rank: the fewest whose passes hold at most micro_batch sequences."""
+    """Accumulation steps of an optimiser step on each rank: the fewest with passes of at most micro_batch sequences."""
     sequences, left = divmod(config.batch_tokens // config.context, ranks)
     if left or not sequences:
-        raise UserError(f"batch_tokens={config.batch_tokens} is {config.batch_tokens // config.context} sequences, which {ranks} ranks "
-                         f"cannot share evenly: use a multiple of {ranks * config.context}")
+        raise UserError(f"batch_tokens={config.batch_tokens} is {config.batch_tokens // config.context} sequences, "
+                        f"which {ranks} ranks cannot share evenly: use a multiple of {ranks * config.context}")
     most = config.micro_batch or max(1, 16384 // config.context)
     return next(n for n in range(1, sequences + 1) if sequences % n == 0 and sequences // n <= most)
 
@@ -80,7 +80,8 @@ def evaluate(model, tokens, config, rank, ranks, device, autocast):
     row = {"val_loss": loss / count}
     if features.layers:
         alive = (features.fired > 0).double()
-        row["dead_fraction"] = [1 - alive[:, low:high].mean().item() for low, high in itertools.pairwise(features.layers[0].lows)]
+        row["dead_fraction"] = [1 - alive[:, low:high].mean().item()
+                                for low, high in itertools.pairwise(features.layers[0].lows)]
         row["l0"] = features.fired.sum().item() / count / len(features.layers)
         row["variance_explained"] = features.explained[:, -1].mean().item()
     return row
@@ -88,7 +89,7 @@ def evaluate(model, tokens, config, rank, ranks, device, autocast):
 
 @torch.no_grad()
 def ask_toy_questions(model, encoding, device, count=256):
-    """The share of the toy world's questions that the model answers right: more mass on right answers than on wrong ones."""
+    """The share of the toy world's questions that the model answers right: more mass on right answers than on wrong."""
     import random
 
     import toyworld
@@ -98,14 +99,16 @@ def ask_toy_questions(model, encoding, device, count=256):
     for kind in toyworld.QUESTIONS:
         rng = random.Random(1)
         questions = [toyworld.ask(kind, rng) for _ in range(count)]
-        prompts = [torch.tensor([encoding.eot_token, *encoding.encode_ordinary(question.prompt)]) for question in questions]
+        prompts = [torch.tensor([encoding.eot_token, *encoding.encode_ordinary(question.prompt)])
+                   for question in questions]
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)  # no token sees what follows it
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         mass = model(padded)[torch.arange(count, device=device), ends].float().softmax(-1).cpu()  # (count, V)
 
         def of(answers, row):
             return sum(row[encoding.encode_single_token(answer)].item() for answer in answers)
-        shares[kind] = sum(of(question.right, row) > of(question.wrong, row) for question, row in zip(questions, mass)) / count
+        shares[kind] = sum(of(question.right, row) > of(question.wrong, row)
+                           for question, row in zip(questions, mass)) / count
     model.train()
     return shares
 
@@ -131,7 +134,8 @@ class Run:
     best_step: int = 0
     stopped: bool = False      # at the validation loss that was asked for
     saved: bool = False        # a checkpoint of this run exists
-    fresh: str = ""            # a name for what is being made anew beside an older run, which it replaces when it is saved
+    # a name for what is being made anew beside an older run, which it replaces when it is saved
+    fresh: str = ""
 
     def path(self, name):
         return os.path.join(self.config.out, name)
@@ -204,8 +208,8 @@ def resume(run):
         held = [name for name in ("ckpt.pt", "best.pt") if os.path.exists(run.path(name))]
         held += ["metrics.jsonl"] if any("val_loss" in row for row in plot.read_metrics(config.out)) else []
         if held and not config.fresh:
-            raise UserError(f"{config.out} holds {' and '.join(held)} of a run, but no checkpoint to go on from: choose "
-                            "another --out, or start over with --fresh=true")
+            raise UserError(f"{config.out} holds {' and '.join(held)} of a run, but no checkpoint to go on from: "
+                            "choose another --out, or start over with --fresh=true")
         run.fresh = secrets.token_hex(4) if held else ""
     if config.init_from:
         take_weights(run, checkpoint_path(config.init_from))
@@ -237,8 +241,8 @@ def restore(run, checkpoint):
 def take_weights(run, path):
     content = load(path)
     if content["tokenizer"]["id"] != run.tokens.tokenizer_id:
-        raise UserError(f"{path} was trained on data of another tokenizer than {run.config.data}'s: prepare the data with "
-                        "its tokenizer (data.py text --tokenizer DIR)")
+        raise UserError(f"{path} was trained on data of another tokenizer than {run.config.data}'s: "
+                        "prepare the data with its tokenizer (data.py text --tokenizer DIR)")
     try:
         run.model.load_state_dict(content["model"])
     except RuntimeError as error:
@@ -256,9 +260,9 @@ def loop(run):
     metrics = Metrics(run) if run.rank == 0 else None
     if run.rank == 0 and not run.fresh:
         write_config(run)
-    say(f"{config.out}: {model.count_parameters():,} parameters, bottleneck {config.bottleneck}, {run.ranks} rank(s) on "
-        f"{run.device.type}, {run.micros} pass(es) of {config.batch_tokens // config.context // run.ranks // run.micros} x "
-        f"{config.context} tokens a step")
+    say(f"{config.out}: {model.count_parameters():,} parameters, bottleneck {config.bottleneck}, "
+        f"{run.ranks} rank(s) on {run.device.type}, {run.micros} pass(es) of "
+        f"{config.batch_tokens // config.context // run.ranks // run.micros} x {config.context} tokens a step")
     warmup = min(config.warmup_steps, config.max_steps - round(config.decay_fraction * config.max_steps))
     peak = peak_flops(run.device)
     began, first, since = time.perf_counter(), run.step, time.perf_counter()
@@ -267,8 +271,8 @@ def loop(run):
             rate = schedule(run.step, config.max_steps, warmup, config.decay_fraction)
             loss, grad_norm, leave = train_step(run, forward, source, rate, asked)
             now = time.perf_counter()
-            row = {"step": run.step, "tokens": run.step * config.batch_tokens, "loss": loss, "lr": config.muon_lr * rate,
-                   "grad_norm": grad_norm}
+            row = {"step": run.step, "tokens": run.step * config.batch_tokens,
+                   "loss": loss, "lr": config.muon_lr * rate, "grad_norm": grad_norm}
             final = run.step == config.max_steps
             if run.step % config.eval_every == 0 or final:
                 row |= examine(run)
@@ -276,7 +280,8 @@ def loop(run):
             if metrics and (run.step % config.log_every == 0 or "val_loss" in row):
                 row["tokens_per_second"] = round(config.batch_tokens * (run.step - first) / (now - began))
                 metrics.write(row)
-            show_progress(config, run.step, loss, now - since, (now - began) / (run.step - first), model, peak, run.ranks)
+            show_progress(config, run.step, loss, now - since, (now - began) / (run.step - first),
+                          model, peak, run.ranks)
             since = time.perf_counter()
             is_best = run.best_step == run.step
             if run.step % config.save_every == 0 or final or run.stopped or leave or is_best and not run.saved:
@@ -369,7 +374,8 @@ def stop_signals():
 def contents(run):
     """A checkpoint but for the optimiser's state."""
     lists = {key: list(getattr(run.config, key)) for key in ("bits", "active", "children")}
-    return {"config": dataclasses.asdict(run.config) | lists, "step": run.step, "best": run.best, "best_step": run.best_step,
+    return {"config": dataclasses.asdict(run.config) | lists,
+            "step": run.step, "best": run.best, "best_step": run.best_step,
             "stopped": run.stopped, "fresh": run.fresh, "tokenizer": pack_tokenizer(run.encoding),
             "model": run.model.state_dict()}
 
@@ -473,7 +479,8 @@ def optional(module, package=None):
     try:
         return __import__(module, fromlist=["_"])
     except ImportError:
-        raise UserError(f"{package or module} is not installed: pip install {package or module}, or leave it off") from None
+        raise UserError(f"{package or module} is not installed: "
+                        f"pip install {package or module}, or leave it off") from None
 
 
 # What it says
@@ -496,14 +503,16 @@ def diverged(config, step, loss, grad_norm):
     windows = config.batch_tokens // config.context
     path = os.path.join(config.out, "ckpt.pt")
     good = f"the last good checkpoint is {path}" if os.path.exists(path) else "there is no checkpoint yet"
-    return (f"the loss is {loss} and the gradient's norm {grad_norm} at step {step}, on windows {step * windows}..{(step + 1) * windows - 1} "
-            f"of the order of seed {config.seed}; {good}. Lower muon_lr or adam_lr, or look at the data there")
+    return (f"the loss is {loss} and the gradient's norm {grad_norm} at step {step}, "
+            f"on windows {step * windows}..{(step + 1) * windows - 1} of the order of seed {config.seed}; {good}. "
+            "Lower muon_lr or adam_lr, or look at the data there")
 
 
 def describe(row, config):
     text = f"step {row['step']:>6}  loss {row['loss']:.4f}  val_loss {row['val_loss']:.4f}"
     if "dead_fraction" in row:
-        text += f"  dead {' '.join(f'{share:.2%}' for share in row['dead_fraction'])}  explained {row['variance_explained']:.3f}"
+        text += (f"  dead {' '.join(f'{share:.2%}' for share in row['dead_fraction'])}"
+                 f"  explained {row['variance_explained']:.3f}")
     return text + "".join(f"  {kind} {row[kind]:.2f}" for kind in ("ioi", "pronoun", "greater_than") if kind in row)
 
 
@@ -511,7 +520,8 @@ def show_progress(config, step, loss, seconds, mean_seconds, model, peak, ranks)
     rate = config.batch_tokens / seconds
     left = int((config.max_steps - step) * mean_seconds)
     use = f"  MFU {rate * flops_per_token(model) / peak / ranks:.1%}" if peak else ""
-    progress(f"step {step}/{config.max_steps}  loss {loss:.4f}  {rate:,.0f} tokens/s{use}  {left // 60}:{left % 60:02d} left")
+    progress(f"step {step}/{config.max_steps}  loss {loss:.4f}  {rate:,.0f} tokens/s{use}"
+             f"  {left // 60}:{left % 60:02d} left")
 
 
 def finish(config):
