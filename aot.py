@@ -5,6 +5,7 @@
 
 predict.py counts the instructions of the same machine code.
 """
+import argparse
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 
 import torch
 
+from helpers import UserError, print_row, run_script
 from kernels import COLUMNS, decode_launch, dot_launch, moments_launch, score_launch, select_launch, triton
 
 SHARED_LIMIT = {80: 163, 90: 227, 100: 227, 120: 99}  # KiB of shared memory that one program may use
@@ -44,8 +46,10 @@ def paper_launches(dtype=torch.bfloat16, tokens=2):
             yield f"d={d} C={P * D} k={k}", select_launch(z, parents, generators, indices, coefs)
         for m, k in (2 ** 15, 48), (2 ** 17, 112):  # flat: all features are children of feature 0
             parents, generators = torch.empty(tokens, 1, dtype=torch.int64), torch.empty(m - d, dtype=torch.int64)
-            z, pairs, gamma = torch.empty(tokens, m - d), torch.empty(m - d, dtype=torch.int64), torch.empty(d, COLUMNS, dtype=dtype)
-            yield f"d={d} flat m={m}", score_launch(x, parents, gamma, generators[:COLUMNS], pairs, z[:, :COLUMNS], d, m)
+            z, pairs, gamma = (torch.empty(tokens, m - d), torch.empty(m - d, dtype=torch.int64),
+                               torch.empty(d, COLUMNS, dtype=dtype))
+            yield f"d={d} flat m={m}", score_launch(
+                x, parents, gamma, generators[:COLUMNS], pairs, z[:, :COLUMNS], d, m)
             yield f"d={d} flat m={m} k={k}", select_launch(
                 z, parents, generators, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
 
@@ -90,22 +94,27 @@ def compile_for(launch, capability):
     return registers, stack, local, shared
 
 
-def main():
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     if triton is None:
-        raise SystemExit("kernels.py: triton is not installed (it exists for Linux only): pip install triton==3.7.1")
-    print(f"{'kernel':14} {'shape':22} {'target':>7} {'warps':>5} {'registers':>9} {'stack':>5} {'local':>5} {'shared':>9}")
+        raise UserError("triton is not installed (it exists for Linux only): pip install triton==3.7.1")
+    if triton.knobs.runtime.interpret:
+        raise UserError("TRITON_INTERPRET is set, so that kernels are interpreted and cannot be compiled: unset it")
+    widths = -14, -22, 7, 5, 9, 5, 5, 9
+    print_row(widths, "kernel", "shape", "target", "warps", "registers", "stack", "local", "shared")
     wrong = 0
     for shape, launch in paper_launches():
         for capability, limit in SHARED_LIMIT.items():
             registers, stack, local, shared = compile_for(launch, capability)
             bad = stack or local or shared > limit * 1024
             wrong += bool(bad)
-            print(f"{launch[0].__name__:14} {shape:22} {'sm_' + str(capability):>7} {launch[2]['num_warps']:5} {registers:9} "
-                  f"{stack:5} {local:5} {shared / 1024:5.1f} KiB{'  <- too much' if bad else ''}", flush=True)
+            print_row(widths, launch[0].__name__, shape, f"sm_{capability}", launch[2]["num_warps"], registers, stack,
+                      local, f"{shared / 1024:.1f} KiB" + "  <- too much" * bool(bad))
     print(f"{wrong} of these use stack, local memory or more shared memory than the card has" if wrong else
           "no stack, no local memory, shared memory within each card's limit")
     raise SystemExit(wrong > 0)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

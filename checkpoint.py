@@ -8,6 +8,7 @@ tensor, so zipfile can tell whether it is whole.
 """
 import glob
 import os
+import pickle
 import zipfile
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ import tiktoken
 import torch
 
 import config as configs
-from helpers import UserError, whole_file
+from helpers import UserError, first_line, whole_file
 from model import GPT
+from ranks import pick_device
 from tokenizer import unpack_tokenizer
 
 
@@ -33,8 +35,8 @@ def previous(path):
     return path.replace(".pt", ".prev.pt")
 
 
-def load(path):
-    """The content of a checkpoint, or an error that says what is wrong with it."""
+def load_file(path):
+    """What torch.save wrote, whole and harmless."""
     try:
         with zipfile.ZipFile(path) as file:
             if file.testzip() is not None:
@@ -42,8 +44,22 @@ def load(path):
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
+    except pickle.UnpicklingError:  # its own text advises to open it all the same
+        raise UserError(f"{path} is no checkpoint of train.py: it holds more than tensors and plain values, and could "
+                        "run code when it is opened") from None
     except Exception as error:
-        raise UserError(f"{path} is damaged or no checkpoint ({error})") from error
+        raise UserError(f"{path} is damaged or no checkpoint ({first_line(error)})") from error
+
+
+def load(path):
+    """The content of a checkpoint of train.py, or an error that says what is wrong with it."""
+    content = load_file(path)
+    kinds = {"config": dict, "tokenizer": dict, "model": dict, "step": int}
+    content = content if isinstance(content, dict) else {}
+    wrong = [key for key, kind in kinds.items() if not isinstance(content.get(key), kind)]
+    if wrong:
+        raise UserError(f"{path} is no checkpoint of train.py: {', '.join(wrong)} missing or of another kind")
+    return content
 
 
 def load_newest(out, say=print):
@@ -95,10 +111,19 @@ def open_run(path, device="cpu"):
     """The model of a checkpoint, with the config and the tokenizer that it was trained with."""
     path = checkpoint_path(path)
     content = load(path)
-    if not {"config", "tokenizer", "model", "step"} <= content.keys():
-        raise UserError(f"{path} is no checkpoint of train.py: it holds {', '.join(map(str, content))}")
-    config = configs.from_dict(content["config"])
-    model = GPT(config).to(device)
-    model.load_state_dict(content.pop("model"))
+    try:
+        config = configs.from_dict(content["config"])
+    except UserError as error:
+        raise UserError(f"{path} is no checkpoint of this version of train.py: {error}") from None
+    model = GPT(config)
+    load_weights(model, content.pop("model"), path)
     content.pop("optimizer", None)
-    return Run(model.eval(), config, unpack_tokenizer(content["tokenizer"], path), content, path)
+    encoding = unpack_tokenizer(content["tokenizer"], path)
+    return Run(model.to(pick_device(str(device))).eval(), config, encoding, content, path)
+
+
+def load_weights(model, weights, path):
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise UserError(f"the weights in {path} are another model's: {first_line(error)}") from error

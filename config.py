@@ -9,8 +9,10 @@ right one.
 """
 import ast
 import dataclasses
+import inspect
 import operator
 import os
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -73,6 +75,14 @@ KEYS = {field.name: field for field in dataclasses.fields(Config)}
 # Keys that may change when a run goes on from its checkpoint; all others must match it.
 FREE = {"out", "fresh", "init_from", "device", "compile", "data", "micro_batch",
         "eval_every", "save_every", "log_every", "stop_at_val_loss", "stop_tolerance", "wandb", "tensorboard"}
+
+
+def describe():
+    """Every setting with its default and what it means, as the lines above have it."""
+    found = re.findall(r"^    (?:# (.*)|(\w+): .* = (.*?)\s+# (.*)|(\w+): .* = (.*))$", inspect.getsource(Config), re.M)
+    lines = [f"\n{title}" if title else f"  --{key or plain_key}={default or plain_default}".ljust(40) + comment
+             for title, key, default, comment, plain_key, plain_default in found]
+    return "\n".join(lines).strip("\n")
 
 
 def load(arguments):
@@ -260,5 +270,5 @@ def plain(value):
 
 def from_dict(saved):
     """The Config of a run's config.json or checkpoint."""
-    return Config(**{key: tuple(value) if isinstance(value, list) else value
-                     for key, value in saved.items() if key in KEYS})
+    return check(Config(**{key: convert(key, tuple(value) if isinstance(value, list) else value)
+                           for key, value in saved.items() if key in KEYS}))

@@ -11,7 +11,10 @@ import ops  # noqa: E402
 
 
 def force_path(path, monkeypatch):
-    """All operations on one path. Without Triton or a C compiler its tests are skipped; that kernels.c does not compile is a failure."""
+    """All operations on one path.
+
+    Without Triton or a C compiler its tests are skipped; that kernels.c does not compile is a failure.
+    """
     if path == "triton" and ops.triton is None:
         pytest.skip("triton is not installed (Linux only)")
     if path == "c" and kernels_cpu.find_compiler() is None:

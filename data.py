@@ -43,7 +43,7 @@ import numpy as np
 import regex
 import torch
 
-from helpers import Progress, UserError, locked, run_script, sync_folder, whole_number, write_json
+from helpers import Progress, UserError, locked, read_json, run_script, sync_folder, whole_number, write_json
 from tokenizer import GPT2_PATTERN, encode, load_tokenizer, make_tokenizer, pack_tokenizer, well_formed
 
 try:
@@ -237,7 +237,7 @@ def read_jsonl(file, path, field):
                 yield from document(json.loads(line.decode()), field, f"{path}, line {number},")
         except UnicodeDecodeError as error:
             raise not_utf8(error, path, offset) from None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, or brackets 10,000 deep
             raise UserError(f"{path}, line {number}, is not JSON ({error}): mend the line, or remove it") from None
         offset += len(line)
 
@@ -326,23 +326,13 @@ def hash_of(text):
 # From a source to a folder.
 
 
-def read_json(path):
-    try:
-        with open(path) as file:
-            return json.load(file)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing. {AGAIN}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}). {AGAIN}") from error
-
-
 def read_state(folder, must=True):
     path = os.path.join(folder, "state.json")
     if not os.path.exists(path):
         if must:
             raise UserError(f"{folder} has no prepared data: make it with python data.py (--help shows how)")
         return None
-    return read_json(path)
+    return read_json(path, AGAIN)
 
 
 @contextlib.contextmanager
@@ -458,8 +448,9 @@ def fill(folder, source):
             break
     for split in ("train", "val"):
         if not documents[split] and (split == "train" or settings["val_fraction"] > 0):
+            way_out = "raise --tokens" if written == budget else "give more text"
             raise UserError(f"none of {sum(documents.values())} documents fell into the {split} split, "
-                            f"at --val-fraction {settings['val_fraction']}: give more text, or another fraction")
+                            f"at --val-fraction {settings['val_fraction']}: {way_out}, or take another fraction")
     folder.commit(done=True, **Folder.START)
     progress.show(written, last=True)
     print(f"{folder.path}: {describe(state)}", file=sys.stderr)
@@ -745,7 +736,7 @@ def main(arguments):
         return prepare(source, args.out, args.tokenizer, args.tokens, args.val_fraction, args.shard_tokens)
     state = read_state(args.folder)
     if args.command == "info":
-        packed = read_json(os.path.join(args.folder, "tokenizer.json"))
+        packed = read_json(os.path.join(args.folder, "tokenizer.json"), AGAIN)
         print(f"{args.folder}: {describe(state)}")
         print(f"tokenizer {packed['name']}, id {packed['id']}; "
               + ("finished" if state["done"] else "not finished: the command that makes it continues"))

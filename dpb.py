@@ -3,10 +3,10 @@
     code = bottleneck.encode(x)              x (..., d)  ->  Code(indices, coefs), both (..., K)
     y = bottleneck.decode(code, like=x)      y = y_hat |x| / |y_hat|,   y_hat = sum_k coefs[k] phi_{indices[k]}
 
-Features lie in levels: level 0 is the standard basis, 0 .. 2^n_0 - 1 with n_0 = log2 d, level l is 2^n_{l-1} .. 2^n_l - 1.
-A token's K_0 active features of level 0 are parents; parent i has the children i ^ g for D_1 fixed generators g, and
-the K_1 best of those are the parents of level 2. Only children of active features are ever scored, so the cost
-does not grow with the number of features.
+Features lie in levels: level 0 is the standard basis, 0 .. 2^n_0 - 1 with n_0 = log2 d, level l is
+2^n_{l-1} .. 2^n_l - 1. A token's K_0 active features of level 0 are parents; parent i has the children i ^ g for
+D_1 fixed generators g, and the K_1 best of those are the parents of level 2. Only children of active features are
+ever scored, so the cost does not grow with the number of features.
 
 A feature is chosen by |z|, where z = (<phi_i, x> - mean_i) / std_i is also its coefficient. mean and std are running
 moments of the feature's own scores, over the tokens where it was a candidate; without them most features die.
@@ -17,6 +17,7 @@ transform scores them all exactly, at m log d additions; a learned dictionary wo
 
 Letters as in kernels.py; K = sum of K_l, m = 2^n_{L-1} features in all. There are no parameters.
 """
+import math
 import warnings
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from kloosterman import log2_width
 from ops import attach_scores, collect_sums, parity_decode, search_basis, search_children
 
 SELECTIONS = ("hierarchical", "flat")
+METHODS = ("auto", "gemm", "transform")
 
 
 class Code(NamedTuple):
@@ -44,7 +46,8 @@ class Code(NamedTuple):
 
 
 def unfold(code, m):
-    """Signed features as 2m unsigned ones: ids `i` where the coefficient is positive, `i + m` where negative; and |coef|."""
+    """Signed features as 2m unsigned ones:
+    ids `i` where the coefficient is positive, `i + m` where negative; and |coef|."""
     return code.indices + m * (code.coefs < 0), code.coefs.abs()
 
 
@@ -54,7 +57,7 @@ def fold(ids, values, m):
 
 
 def draw_generators(low_bits, bits, children, seed, parent_low=0):
-    """`children` distinct words of `bits` bits, spread evenly over the values of the bits from low_bits up, zero excluded.
+    """`children` distinct words of `bits` bits, spread evenly over the non-zero values of the bits from low_bits up.
 
     The spread makes every feature reachable: child c has the parent c ^ g for any generator g of its high part. If the
     parents start at parent_low > 0, c ^ g may lie below, so the generators of a high part must not all agree in
@@ -96,7 +99,8 @@ class DeepParityBottleneck(nn.Module):
     seed: of the generators. Give each layer its own.
     standardise: False leaves mean 0 and std 1, so that plain scores are compared (an ablation: features die).
     decay, floor: of the running moments, and the least variance.
-    samples: least number of tokens per optimiser step from which the moments of levels >= 1 are taken (below twice as many).
+    samples: least number of tokens per optimiser step from which the moments of levels >= 1 are taken
+        (below twice as many).
     method: "gemm", "transform" or "auto": how children are scored. The result is the same.
     selection: "hierarchical", or "flat": the sum of `active` largest of all features; `children` then has no effect.
     """
@@ -105,17 +109,21 @@ class DeepParityBottleneck(nn.Module):
                  floor=1e-6, samples=64, method="auto", selection="hierarchical"):
         super().__init__()
         t, bits, active, children = log2_width(d), tuple(bits), tuple(active), tuple(children)
+        if not all(isinstance(n, int) for n in (*bits, *active, *children)):
+            raise ValueError(f"bits={bits}, active={active} and children={children} must be whole numbers")
         if not len(bits) == len(active) == len(children) + 1:
-            raise ValueError(f"bits={bits} and active={active} need an entry for each level, children={children} one for "
-                             "each level but the first")
+            raise ValueError(f"bits={bits} and active={active} need an entry for each level, "
+                             f"children={children} one for each level but the first")
         if bits[0] != t:
             raise ValueError(f"bits={bits} must start with log2 d = {t} for d={d}: level 0 is the standard basis")
         if any(a >= b for a, b in zip(bits, bits[1:])) or bits[-1] > 2 * t:
             raise ValueError(f"bits={bits} must rise from level to level to at most 2 log2 d = {2 * t} for d={d}")
         if not 1 <= active[0] <= d:
             raise ValueError(f"active[0]={active[0]} must lie in 1..{d}: level 0 has d features")
-        if not 0 <= decay < 1 or floor <= 0 or samples < 1:
+        if not (0 <= decay < 1 and 0 < floor < math.inf and samples >= 1):
             raise ValueError(f"decay={decay} must lie in [0, 1), floor={floor} above 0 and samples={samples} above 0")
+        if method not in METHODS:
+            raise ValueError(f"method={method!r} must be one of {', '.join(map(repr, METHODS))}")
         if selection not in SELECTIONS:
             raise ValueError(f"selection={selection!r} must be one of {', '.join(map(repr, SELECTIONS))}")
         self.d, self.m, self.active, self.fan_out = d, 2 ** bits[-1], active, children
@@ -126,20 +134,23 @@ class DeepParityBottleneck(nn.Module):
 
         self.register_buffer("mean", torch.zeros(self.m))
         self.register_buffer("var", torch.ones(self.m))
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))  # of the moments: says which tokens are sampled
+        # Updates of the moments: says which tokens are sampled.
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         for level in range(1, len(bits)) if selection == "hierarchical" else ():
-            words = draw_generators(bits[level - 1], bits[level], children[level - 1], [seed, level], self.lows[level - 1])
+            words = draw_generators(bits[level - 1], bits[level], children[level - 1], [seed, level],
+                                    self.lows[level - 1])
             lost = unreachable(words, bits[level - 1], bits[level], self.lows[level - 1])
             if lost:
-                warnings.warn(f"level {level}: {lost} of {self.lows[level + 1] - self.lows[level]} features can never be "
-                              f"active, since {children[level - 1]} generators are too few for {bits[level] - bits[level - 1]} "
-                              "more bits; raise children or add a level between", stacklevel=2)
+                warnings.warn(f"level {level}: {lost} of {self.lows[level + 1] - self.lows[level]} features can never "
+                              f"be active, since {children[level - 1]} generators are too few for "
+                              f"{bits[level] - bits[level - 1]} more bits; raise children or add a level between",
+                              stacklevel=2)
             # However the parents lie, children of one high part number at least max(parents, generators of that part).
             per_part = np.bincount(words >> bits[level - 1])
             least = int(np.maximum(per_part, active[level - 1])[per_part > 0].sum())
             if not 1 <= active[level] <= least:
-                raise ValueError(f"active[{level}]={active[level]} must lie in 1..{least}: {active[level - 1]} parents with "
-                                 f"{children[level - 1]} children each are sure to have no more distinct ones")
+                raise ValueError(f"active[{level}]={active[level]} must lie in 1..{least}: {active[level - 1]} parents "
+                                 f"with {children[level - 1]} children each are sure to have no more distinct ones")
             self.register_buffer(f"generators_{level}", torch.tensor(words.tolist()))
         # Sums of this step, by feature: tokens on which it was a candidate, z, z squared.
         self.register_buffer("sums", torch.zeros(self.m, 3), persistent=False)
@@ -158,13 +169,15 @@ class DeepParityBottleneck(nn.Module):
             raise ValueError(f"the bottleneck has width d={self.d}, but the input has shape {tuple(x.shape)}")
         flat = x.reshape(-1, self.d)  # (N, d)
         with torch.no_grad():
-            indices, z = (self.search_levels if self.selection == "hierarchical" else self.search_all)(flat.detach())  # (N, K)
+            # Both (N, K).
+            indices, z = (self.search_levels if self.selection == "hierarchical" else self.search_all)(flat.detach())
         coefs = attach_scores(z, indices, flat, self.var[indices].rsqrt(), self.m) if flat.requires_grad else z
         shape = *x.shape[:-1], sum(self.active)
         return Code(indices.view(shape), coefs.view(shape))
 
     def search_levels(self, x):
-        """The active features of every token and their z: of level 0, then of each level among the children of the one before."""
+        """The active features of every token and their z:
+        of level 0, then of each level among the children of the one before."""
         found = [self.search_basis(x, self.active[0])]
         for number in range(1, len(self.active)):
             found.append(self.search_level(x, found[-1][0], self.level(number), self.active[number]))
@@ -219,7 +232,8 @@ class DeepParityBottleneck(nn.Module):
         if not (self.training and self.standardise):
             return None
         spacing = 1 << max(1, min(N, N * self.passes // self.samples)).bit_length() - 1
-        return self.updates * 0x9E3779B1 % spacing + torch.arange(0, N // spacing * spacing, spacing, device=self.mean.device)
+        return (self.updates * 0x9E3779B1 % spacing
+                + torch.arange(0, N // spacing * spacing, spacing, device=self.mean.device))
 
     def _apply(self, fn, recurse=True):
         """Moments stay in float32 where the rest of a model is made bfloat16 or float16."""
@@ -237,7 +251,8 @@ class DeepParityBottleneck(nn.Module):
 
 @torch.no_grad()
 def update_moments(model):
-    """Once per optimiser step: move the running moments of every bottleneck in `model` toward those of the step's tokens.
+    """Once per optimiser step: move the running moments of every bottleneck in `model`
+    toward those of the step's tokens.
 
     The sums of all layers and ranks are added in one all-reduce; they are each rank's own until then, so build
     DistributedDataParallel with broadcast_buffers=False. A feature that was not seen stays, and so does one with a
@@ -261,7 +276,7 @@ def update_moments(model):
 
 
 def variance_loss(code, m, n_min=8):
-    """-(mean over features active on at least n_min tokens of the variance of their coefficient); 0 if there are none."""
+    """-(mean over features active on at least n_min tokens of the variance of their coefficient); 0 if none are."""
     indices, coefs = code.indices.flatten(), code.coefs.flatten()
     count = torch.zeros(m, dtype=coefs.dtype, device=coefs.device).index_add(0, indices, torch.ones_like(coefs))
     mean = torch.zeros_like(count).index_add(0, indices, coefs) / count.clamp(min=1)

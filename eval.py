@@ -37,7 +37,7 @@ import tasks
 from checkpoint import checkpoint_path, open_run
 from data import Tokens, text_source
 from features import FeatureCounts
-from helpers import UserError, provenance, run_script, say, standard_error, suggest, whole_number, write_json
+from helpers import UserError, provenance, read_json, run_script, say, standard_error, suggest, whole_number, write_json
 from ranks import leave_ranks, start_ranks
 from score import Request, Scorer, fit, score_documents, windows
 from tokenizer import END, encode, well_formed
@@ -78,9 +78,14 @@ def val(scorer, run, tokens, limit, stride):
             "data": {"source": tokens.folder, "tokenizer": tokens.tokenizer_id, "sha256": digest(scored)}}
 
 
+def exp(nats):
+    """Infinite where a float ends: a word that no model could foresee."""
+    return math.exp(nats) if nats < 700 else math.inf
+
+
 def measures(nats, tokens, size):
     """Of a text that costs so many nats, in so many tokens and bytes."""
-    return {"loss": nats / tokens, "perplexity": math.exp(nats / tokens), "byte_perplexity": math.exp(nats / size),
+    return {"loss": nats / tokens, "perplexity": exp(nats / tokens), "byte_perplexity": exp(nats / size),
             "bits_per_byte": nats / math.log(2) / size, "tokens": tokens, "bytes": size}
 
 
@@ -140,7 +145,7 @@ def ask(scorer, run, name, folder, limit):
     result = {key: float(np.mean(right)) for key, right in marks.items()}
     result |= {f"{key}_stderr": standard_error(right) for key, right in marks.items()}
     if name == "lambada":
-        result["perplexity"] = math.exp(-log_probs.mean())
+        result["perplexity"] = exp(-log_probs.mean())
     cut = sum(len(before) + len(answer) > scorer.context + 1 for before, answer in pairs)
     return {**result, "questions": len(questions), "cut": cut,
             "right": {key: bits(right) for key, right in marks.items()},
@@ -347,13 +352,8 @@ def open_checked(path, device):
 def save_result(folder, about, name, result):
     """Add a finished result to eval.json, from which those of other weights are dropped."""
     path = os.path.join(folder, "eval.json")
-    content = {}
-    with contextlib.suppress(FileNotFoundError), open(path) as file:
-        try:
-            content = json.load(file)
-        except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}): delete it, and evaluate again") from None
-    same = content.get("checkpoint", {}).get("sha256") == about["checkpoint"]["sha256"]
+    content = read_json(path, "Delete it, and evaluate again") if os.path.exists(path) else {}
+    same = (content.get("checkpoint") or {}).get("sha256") == about["checkpoint"]["sha256"]
     earlier = content["results"] if same else {}
     write_json(path, {**about, "results": earlier | {name: result | {"commit": about["commit"]}}}, indent=1)
 
@@ -453,6 +453,15 @@ def choose_tasks(args):
     return names
 
 
+def check_inputs(names, args):
+    """What a later task would miss is said before the first one runs."""
+    if args.text:
+        text_source(args.text)
+    for name in names:
+        if args.data is not None and name in ("hellaswag", "lambada"):
+            next(tasks.records(name, args.data), None)
+
+
 def open_val(run, folder, rank):
     tokens = Tokens(folder, "val", verify=rank == 0)
     if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
@@ -464,6 +473,7 @@ def open_val(run, folder, rank):
 
 def evaluate(args):
     names = choose_tasks(args)
+    check_inputs(names, args)
     rank, ranks, device = start_ranks(args.device)
     run, sha256 = open_checked(args.run, device)
     context = args.context or run.config.context

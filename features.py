@@ -12,14 +12,13 @@ and of what it was made from, and is made anew when one of these has changed.
 import hashlib
 import os
 import re
-import zipfile
 
 import numpy as np
 import torch
 
 from data import Tokens
 from dpb import Code, unfold
-from helpers import Progress, UserError, whole_file
+from helpers import Progress, UserError, first_line, whole_file
 from ranks import all_reduce
 from tokenizer import encode
 
@@ -170,22 +169,36 @@ def open_index(run, most=2 ** 16, say=print):
 
 def read_arrays(path, say=print):
     """The arrays of an .npz file, or None if there is none or it is damaged, which is said.
-    Nothing in it is ever executed."""
+
+    Nothing in it is ever executed.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files}
+        if str(arrays.pop("checksum", "")) != array_checksum(arrays):
+            raise ValueError("its checksum is wrong")
+        return arrays
     except FileNotFoundError:
         return None
-    except (OSError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        say(f"{path} is damaged ({error})")
+    except Exception as error:  # whatever zipfile and numpy make of it
+        say(f"{path} is damaged ({first_line(error)})")
         return None
+
+
+def array_checksum(arrays):
+    """Of names, types, shapes and bytes: a zip file's own checksums leave out its directory."""
+    content = hashlib.sha256()
+    for name in sorted(arrays):
+        value = np.ascontiguousarray(arrays[name])
+        content.update(f"{name} {value.dtype.str} {value.shape} ".encode() + value.tobytes())
+    return content.hexdigest()[:16]
 
 
 def write_arrays(path, arrays):
     """Write an .npz file whole or not at all."""
     try:
         with whole_file(path, "wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, **arrays, checksum=np.array(array_checksum(arrays)))
     except OSError as error:
         raise UserError(f"{path} could not be written ({error.strerror})") from error
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -78,7 +79,9 @@ def is_out_of_memory(error):
 
 
 def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    """Of its text; of torch's list of mismatches, whose first line says nothing, the first two."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])[:300]
 
 
 def report(error):
@@ -87,7 +90,8 @@ def report(error):
     text = (f"this is a bug: {type(error).__name__}: {first_line(error)} ({os.path.basename(place.filename)}, line "
             f"{place.lineno}, commit {commit()}). Please send us the command")
     with contextlib.suppress(OSError):
-        with tempfile.NamedTemporaryFile("w", prefix="parity-bug-", suffix=".txt", delete=False, errors="replace") as file:
+        options = dict(prefix="parity-bug-", suffix=".txt", delete=False, errors="replace")
+        with tempfile.NamedTemporaryFile("w", **options) as file:
             file.write(f"{' '.join(sys.argv)}\n{provenance()}\n{''.join(traceback.format_exception(error))}")
         text += f" and {file.name}"
     return text
@@ -165,8 +169,29 @@ def sync_folder(path):
 
 
 def write_json(path, content, indent=None):
+    """A dict, with its checksum."""
     with whole_file(path) as file:
-        json.dump(content, file, indent=indent)
+        json.dump(content | {"checksum": checksum(content)}, file, indent=indent)
+
+
+def read_json(path, way_out):
+    """The dict that write_json wrote, or a sentence that ends with the way out."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        if not isinstance(content, dict) or content.pop("checksum", None) not in (None, checksum(content)):
+            raise ValueError("its checksum is wrong")
+        return content
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing. {way_out}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}). {way_out}") from None
+
+
+def checksum(content):
+    """Of what JSON keeps of it."""
+    plain = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
-/* The operations of the bottleneck on a CPU, in float32: decode, dot, score, select. kernels.py has what each computes in plain
-   torch; kernels_cpu.py compiles this file when it is first needed, and calls it.
+/* The operations of the bottleneck on a CPU, in float32: decode, dot, score, select. kernels.py has what each computes
+   in plain torch; kernels_cpu.py compiles this file when it is first needed, and calls it.
 
-   A sign vector h_i is the product of a Hadamard row H[u1] and a pattern s[u2], with i = u1 + (u2 << t), d = 1 << t. Signs are
-   bits, 1 for minus, and a product is an XOR. They are laid out so that a shift brings 16 neighbouring signs into the sign bits
-   of a vector, whatever the processor: vectors are GNU C's, which gcc and clang turn into the instructions that there are.
+   A sign vector h_i is the product of a Hadamard row H[u1] and a pattern s[u2], with i = u1 + (u2 << t), d = 1 << t.
+   Signs are bits, 1 for minus, and a product is an XOR. They are laid out so that a shift brings 16 neighbouring signs
+   into the sign bits of a vector, whatever the processor: vectors are GNU C's, which gcc and clang turn into the
+   instructions that there are.
 
    Tokens are independent: each is computed by one thread, the same way on any number of threads. */
 #include <math.h>
@@ -49,30 +50,35 @@ INLINE double inner(const float *x, const float *y, int64_t d)
 {
     wide sum = {0};
     for (int64_t i = 0; i < d; i += 8)
-        sum += __builtin_convertvector(*(const half *)(x + i), wide) * __builtin_convertvector(*(const half *)(y + i), wide);
+        sum += __builtin_convertvector(*(const half *)(x + i), wide)
+             * __builtin_convertvector(*(const half *)(y + i), wide);
     return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
 }
 
-/* Decode and dot. A row of signs is W words, bit b of word w for coordinate b * W + w: packed_signs in kloosterman.py. */
+/* Decode and dot. A row of signs is W words, bit b of word w for coordinate b * W + w:
+   packed_signs in kloosterman.py. */
 
-/* The signs of the features of a token that are not basis vectors, W words each, and their coefficients: returns how many. */
-INLINE int64_t gather_signs(const int64_t *indices, const float *coefs, const uint32_t *packed, int64_t K, int64_t d, int64_t W,
-                            uint32_t *signs, float *values)
+/* The signs of the features of a token that are not basis vectors, W words each, and their coefficients:
+   returns how many. */
+INLINE int64_t gather_signs(const int64_t *indices, const float *coefs, const uint32_t *packed,
+                            int64_t K, int64_t d, int64_t W, uint32_t *signs, float *values)
 {
     int64_t hashed = 0;
     for (int64_t k = 0; k < K; k++) {
         if (indices[k] < d) continue;
         const uint32_t *row = packed + indices[k] % d * W, *pattern = packed + (d + indices[k] / d) * W;
-        for (int64_t w = 0; w < W; w += 16) *(bits *)(signs + hashed * W + w) = *(bits *)(row + w) ^ *(bits *)(pattern + w);
+        for (int64_t w = 0; w < W; w += 16)
+            *(bits *)(signs + hashed * W + w) = *(bits *)(row + w) ^ *(bits *)(pattern + w);
         values[hashed++] = coefs[k];
     }
     return hashed;
 }
 
-/* y[n] = sum_k coefs[n, k] phi_{indices[n, k]}, then, if there is `like`, times |like[n]| / |y[n]|, where a |y[n]| of zero
-   counts as one; to norms[n] go these two, |y[n]| first. Sign vectors are added first: small terms before large ones. */
-void decode(const int64_t *indices, const float *coefs, const float *like, const uint32_t *packed, float *y, float *norms,
-            int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
+/* y[n] = sum_k coefs[n, k] phi_{indices[n, k]}, then, if there is `like`, times |like[n]| / |y[n]|,
+   where a |y[n]| of zero counts as one; to norms[n] go these two, |y[n]| first.
+   Sign vectors are added first: small terms before large ones. */
+void decode(const int64_t *indices, const float *coefs, const float *like, const uint32_t *packed,
+            float *y, float *norms, int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
 {
     int64_t tiles = BITS < 4 ? 4 : BITS;
     float scale = 1 / sqrtf(d);
@@ -109,11 +115,13 @@ void decode(const int64_t *indices, const float *coefs, const float *like, const
     }
 }
 
-/* out[n, k] = <phi_{indices[n, k]}, x[n]>. If there is `like`, x is the gradient of a decode scaled to it, y what that decode gave:
-   then out is the gradient of its coefficients, and to_like that of `like`. With u = y / |like|, both come from <u, x>: that of the
-   sum before it was scaled is |like| / |sum| (x - u <u, x>), that of `like` is <u, x> like / |like|. */
-void dot(const int64_t *indices, const float *x, const float *y, const float *like, const float *norms, const uint32_t *packed,
-         float *out, float *to_like, int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
+/* out[n, k] = <phi_{indices[n, k]}, x[n]>. If there is `like`, x is the gradient of a decode scaled to it, y what that
+   decode gave: then out is the gradient of its coefficients, and to_like that of `like`. With u = y / |like|, both come
+   from <u, x>: that of the sum before it was scaled is |like| / |sum| (x - u <u, x>), that of `like` is
+   <u, x> like / |like|. */
+void dot(const int64_t *indices, const float *x, const float *y, const float *like, const float *norms,
+         const uint32_t *packed, float *out, float *to_like,
+         int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
 {
     int64_t tiles = BITS < 4 ? 4 : BITS;
     float scale = 1 / sqrtf(d);
@@ -156,7 +164,8 @@ void dot(const int64_t *indices, const float *x, const float *y, const float *li
     }
 }
 
-/* Selection. A key has |z|, then the lower index first, then the sign of z, so that comparing keys is all there is to do. */
+/* Selection. A key has |z|, then the lower index first, then the sign of z,
+   so that comparing keys is all there is to do. */
 
 typedef struct {
     int64_t C, k;
@@ -197,7 +206,8 @@ INLINE bits larger(bits a, bits b)
     return (a & which) | (b & ~which);
 }
 
-/* A |z| that the largest of `keep` groups reach, or of some more: hardly any candidate below it can be among the k best. */
+/* A |z| that the largest of `keep` groups reach, or of some more:
+   hardly any candidate below it can be among the k best. */
 static uint32_t estimate(Selection *s)
 {
     int64_t groups = s->groups, keep = s->keep;
@@ -243,9 +253,10 @@ static uint32_t offer(Selection *s, float z, uint32_t child, uint32_t bar)
     return s->found == s->k ? keys[s->k - 1] >> 32 : bar;
 }
 
-/* Of the children parents[p] ^ generators[j], with scores z[p * D + j], the k distinct ones with the largest |z|. If there are
-   fewer, the last is repeated with coefficient zero. */
-static void take(Selection *s, const int64_t *parents, const uint32_t *generators, int64_t D, int64_t *indices, float *coefs)
+/* Of the children parents[p] ^ generators[j], with scores z[p * D + j], the k distinct ones with the largest |z|.
+   If there are fewer, the last is repeated with coefficient zero. */
+static void take(Selection *s, const int64_t *parents, const uint32_t *generators, int64_t D,
+                 int64_t *indices, float *coefs)
 {
     uint32_t start = estimate(s);
     for (;;) {
@@ -253,8 +264,10 @@ static void take(Selection *s, const int64_t *parents, const uint32_t *generator
         s->found = 0;
         for (int64_t g = 0; g < s->groups; g++)
             if (s->top[g] >= bar)
-                for (int64_t c = g / 16 * 16 * s->height + g % 16, end = c + 16 * s->height; c < end && c < s->C; c += 16)
-                    if ((word_of(s->z[c]) & TOP) >= bar) bar = offer(s, s->z[c], parents[c / D] ^ generators[c % D], bar);
+                for (int64_t c = g / 16 * 16 * s->height + g % 16, end = c + 16 * s->height;
+                     c < end && c < s->C; c += 16)
+                    if ((word_of(s->z[c]) & TOP) >= bar)
+                        bar = offer(s, s->z[c], parents[c / D] ^ generators[c % D], bar);
         if (s->found == s->k || start == 0) break;
         start = 0;  /* too many of the candidates were repeats */
     }
@@ -274,8 +287,8 @@ static uint32_t *narrow(const int64_t *indices, int64_t count)
 }
 
 /* Level 0, whose candidates are the basis vectors: of z = (x - mean) * rstd the k largest |z|. */
-void basis(const float *x, const float *mean, const float *rstd, int64_t *indices, float *coefs, int64_t N, int64_t d, int64_t k,
-           int64_t threads)
+void basis(const float *x, const float *mean, const float *rstd, int64_t *indices, float *coefs,
+           int64_t N, int64_t d, int64_t k, int64_t threads)
 {
     uint32_t *all = room(d * 4);
     for (int64_t i = 0; i < d; i++) all[i] = i;
@@ -293,9 +306,10 @@ void basis(const float *x, const float *mean, const float *rstd, int64_t *indice
     free(all);
 }
 
-/* Scores by matrix product, first half: out[n, p] = h_i * x[n] sqrt(d) with i = parents[n, p], the left side of the product. */
-void sign_flips(const float *x, const int64_t *parents, const uint32_t *packed, float *out, int64_t N, int64_t P, int64_t d, int64_t BITS,
-                int64_t W, int64_t threads)
+/* Scores by matrix product, first half: out[n, p] = h_i * x[n] sqrt(d) with i = parents[n, p],
+   the left side of the product. */
+void sign_flips(const float *x, const int64_t *parents, const uint32_t *packed, float *out,
+                int64_t N, int64_t P, int64_t d, int64_t BITS, int64_t W, int64_t threads)
 {
     #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t r = 0; r < N * P; r++) {
@@ -313,8 +327,8 @@ void sign_flips(const float *x, const int64_t *parents, const uint32_t *packed, 
 }
 
 /* Second half, after the product: scores (N, P * D), still times sqrt(d), are standardised in place. */
-void standardise(float *z, const int64_t *parents, const int64_t *generators, const float *mean, const float *rstd, int64_t N, int64_t P,
-                 int64_t D, int64_t d, int64_t low, int64_t threads)
+void standardise(float *z, const int64_t *parents, const int64_t *generators, const float *mean, const float *rstd,
+                 int64_t N, int64_t P, int64_t D, int64_t d, int64_t low, int64_t threads)
 {
     uint32_t *words = narrow(generators, D);
     float scale = 1 / sqrtf(d);
@@ -330,8 +344,8 @@ void standardise(float *z, const int64_t *parents, const int64_t *generators, co
 }
 
 /* The selection alone, for scores z (N, P * D). */
-void choose(const float *z, const int64_t *parents, const int64_t *generators, int64_t *indices, float *coefs, int64_t N, int64_t P,
-            int64_t D, int64_t k, int64_t threads)
+void choose(const float *z, const int64_t *parents, const int64_t *generators, int64_t *indices, float *coefs,
+            int64_t N, int64_t P, int64_t D, int64_t k, int64_t threads)
 {
     uint32_t *words = narrow(generators, D);
     #pragma omp parallel num_threads(threads)
@@ -347,8 +361,9 @@ void choose(const float *z, const int64_t *parents, const int64_t *generators, i
     free(words);
 }
 
-/* Scores by transform. 16 patterns u2 at a time lie in the lanes of a vector: then a Walsh-Hadamard transform over the d coordinates
-   is additions of whole vectors, and element u1 of the result has the scores of u1 + (u2 << t) for the 16. */
+/* Scores by transform. 16 patterns u2 at a time lie in the lanes of a vector: then a Walsh-Hadamard transform
+   over the d coordinates is additions of whole vectors, and element u1 of the result has the scores of
+   u1 + (u2 << t) for the 16. */
 
 INLINE void butterflies(vec *a, int n)  /* n is known to the compiler: unrolled, `a` stays in registers */
 {
@@ -374,7 +389,8 @@ INLINE void finish(vec *a, const vec *mean, const vec *rstd, float scale, int n)
     for (int i = 0; i < n; i++) a[i] = (r[i] * scale - mean[i]) * rstd[i];
 }
 
-/* The transform of n vectors, in place, standardised. Depth first, so that all but the largest strides stay in the nearest cache. */
+/* The transform of n vectors, in place, standardised.
+   Depth first, so that all but the largest strides stay in the nearest cache. */
 static void transform(vec *a, const vec *mean, const vec *rstd, float scale, int64_t n)
 {
     switch (n) {
@@ -395,7 +411,8 @@ static void transform(vec *a, const vec *mean, const vec *rstd, float scale, int
 }
 
 /* The same of x times 16 patterns, whose signs are bit b of `signs`. */
-INLINE void transform_signed(vec *a, const float *x, const bits *signs, int b, const vec *mean, const vec *rstd, float scale, int64_t d)
+INLINE void transform_signed(vec *a, const float *x, const bits *signs, int b,
+                             const vec *mean, const vec *rstd, float scale, int64_t d)
 {
     int64_t q = d / 8;
     for (int64_t i = 0; i < q; i++) {
@@ -407,25 +424,29 @@ INLINE void transform_signed(vec *a, const float *x, const bits *signs, int b, c
     for (int64_t i = 0; i < d; i += q) transform(a + i, mean + i, rstd + i, scale, q);
 }
 
-/* Where the score of feature i lies: 16 patterns side by side. Bits only change places, so that this goes through an XOR. */
+/* Where the score of feature i lies: 16 patterns side by side.
+   Bits only change places, so that this goes through an XOR. */
 INLINE uint32_t place(uint32_t i, int t)
 {
     return i >> (t + 4) << (t + 4) | (i & ((1u << t) - 1)) << 4 | (i >> t & 15);
 }
 
-/* score_children by transform and select_distinct in one: z[n, p, j] = (<h_child, x[n]> - mean) * rstd of child = parents[n, p] ^
-   generators[j]; mean and rstd are those of the features from `low` to low + features - 1. If keep[n] is not negative, all z of token n
-   go to row keep[n] of `kept`. patterns: bit b of word (k, lane) is the sign at coordinate k of s[16 * b + lane]; then 512 more. */
+/* score_children by transform and select_distinct in one:
+   z[n, p, j] = (<h_child, x[n]> - mean) * rstd of child = parents[n, p] ^ generators[j];
+   mean and rstd are those of the features from `low` to low + features - 1.
+   If keep[n] is not negative, all z of token n go to row keep[n] of `kept`.
+   patterns: bit b of word (k, lane) is the sign at coordinate k of s[16 * b + lane]; then 512 more. */
 void search(const float *x, const int64_t *parents, const int64_t *generators, const float *mean, const float *rstd,
-            const uint32_t *patterns, const int64_t *keep, int64_t *indices, float *coefs, float *kept, int64_t N, int64_t d, int64_t P,
-            int64_t D, int64_t low, int64_t features, int64_t k, int64_t threads)
+            const uint32_t *patterns, const int64_t *keep, int64_t *indices, float *coefs, float *kept,
+            int64_t N, int64_t d, int64_t P, int64_t D, int64_t low, int64_t features, int64_t k, int64_t threads)
 {
     int t = __builtin_ctzll(d);
     int64_t first = low / d / 16, last = ((low + features) / d + 15) / 16;  /* blocks of 16 patterns */
     uint32_t *words = narrow(generators, D), *moved = room(D * 4), base = first * d * 16;
     float scale = 1 / sqrtf(d), *means = room((last - first) * d * 64), *rstds = room((last - first) * d * 64);
     for (int64_t j = 0; j < D; j++) moved[j] = place(words[j], t);
-    for (int64_t i = 0; i < features; i++) means[place(low + i, t) - base] = mean[i], rstds[place(low + i, t) - base] = rstd[i];
+    for (int64_t i = 0; i < features; i++)
+        means[place(low + i, t) - base] = mean[i], rstds[place(low + i, t) - base] = rstd[i];
     #pragma omp parallel num_threads(threads)
     {
         Selection s = selection(P * D, k);
@@ -449,9 +470,10 @@ void search(const float *x, const int64_t *parents, const int64_t *generators, c
     free(words), free(moved), free(means), free(rstds);
 }
 
-/* For every feature, the number of tokens r on which it is a child parents[r, p] ^ generators[j], and over these the sum of its z (R,
-   P * D) and of its z squared are added to sums (m, 3). A child of two parents counts once. */
-void collect(const float *z, const int64_t *parents, const int64_t *generators, float *sums, int64_t R, int64_t P, int64_t D, int64_t m)
+/* For every feature, the number of tokens r on which it is a child parents[r, p] ^ generators[j], and over these the
+   sum of its z (R, P * D) and of its z squared are added to sums (m, 3). A child of two parents counts once. */
+void collect(const float *z, const int64_t *parents, const int64_t *generators, float *sums,
+             int64_t R, int64_t P, int64_t D, int64_t m)
 {
     uint32_t *words = narrow(generators, D);
     uint64_t *seen = checked(calloc((m + 63) / 64, 8));

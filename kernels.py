@@ -42,7 +42,7 @@ except ImportError:
 # Signs: rows of them for the references, bits of them for the kernels
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def seed(d, device):
     """The seed matrix M as a tensor: d words of 2t bits."""
     return torch.from_numpy(seed_matrix(d).astype(np.int64)).to(device)
@@ -56,7 +56,7 @@ def sign_rows(indices, d, dtype=torch.float32):
     return (1 - 2 * (bits & 1)).to(dtype)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def packed_signs(d, m, device):
     return torch.from_numpy(kloosterman.packed_signs(d, m).view(np.int32)).to(device)
 
@@ -67,7 +67,8 @@ def sign_words(packed, i, w, d: tl.constexpr, W: tl.constexpr):
     i = i.to(tl.uint32)
     return tl.load(packed + i % d * W + w) ^ tl.load(packed + (d + i // d) * W + w)
 
-# What a launch is: the kernel, the grid, its arguments. Made apart from running, so that aot.py can compile it for absent GPUs.
+# What a launch is: the kernel, the grid, its arguments. Made apart from running,
+# so that aot.py can compile it for absent GPUs.
 
 
 def run(launch):
@@ -89,8 +90,8 @@ def decode_reference(indices, coefs, d):
 class Rescale(torch.autograd.Function):
     """y with the norm and the type of x, row by row: y |x| / |y|; zero where either is zero.
 
-    With u = y / |y|, the gradients of g are |x| / |y| (g - u <u, g>) to y and <u, g> x / |x| to x. Only y, x and the norms
-    are kept for them. Norms are taken in float64, where no float32 overflows or vanishes.
+    With u = y / |y|, the gradients of g are |x| / |y| (g - u <u, g>) to y and <u, g> x / |x| to x.
+    Only y, x and the norms are kept for them. Norms are taken in float64, where no float32 overflows or vanishes.
     """
 
     @staticmethod
@@ -105,7 +106,8 @@ class Rescale(torch.autograd.Function):
         grad, one = grad.to(y.dtype), torch.ones_like(of_y)
         u = y * Rescale.ratio(one, of_y, y)
         along = (u * grad).sum(-1, keepdim=True)
-        return torch.addcmul(grad, u, -along).mul_(Rescale.ratio(of_x, of_y, y)), (x * (along * Rescale.ratio(one, of_x, y))).to(x.dtype)
+        return (torch.addcmul(grad, u, -along).mul_(Rescale.ratio(of_x, of_y, y)),
+                (x * (along * Rescale.ratio(one, of_x, y))).to(x.dtype))
 
     @staticmethod
     def ratio(above, below, like):
@@ -118,7 +120,8 @@ rescale = Rescale.apply
 
 @jit
 def hashed(indices, coefs, k, K, m, d: tl.constexpr):
-    """Index and coefficient k of a token, as decode adds up sign vectors: nothing for a basis vector, NaN for a wrong index."""
+    """Index and coefficient k of a token, as decode adds up sign vectors:
+    nothing for a basis vector, NaN for a wrong index."""
     i = tl.load(indices + k, mask=k < K, other=0)
     known = i.to(tl.uint64) < m
     c = tl.load(coefs + k, mask=k < K, other=0.0)
@@ -133,7 +136,7 @@ def flip(c, lane, bit: tl.constexpr):
 
 @jit
 def interleave(a, b, mask: tl.constexpr, by: tl.constexpr):
-    """Fields of a (mask, and those `by` bits higher) in turn with fields of b: first the lower ones, then the higher."""
+    """Fields of a (mask, and those `by` bits higher) in turn with fields of b: first the lower, then the higher."""
     return (a & mask) | ((b & mask) << by), ((a >> by) & mask) | (b & ~mask)
 
 
@@ -152,16 +155,17 @@ def nonzero(size):
 
 
 @jit(do_not_specialize=["K", "m"])
-def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
-                  SLOTS: tl.constexpr):
+def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale,
+                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr):
     """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers.
 
-    Four features at a time: lane v of the table has their sum with the signs of the bits of v. Four bits, one of each
-    feature's signs, say in which lane a coordinate finds what it has to add: one addition and a shuffle for four features.
+    Four features at a time: lane v of the table has their sum with the signs of the bits of v.
+    Four bits, one of each feature's signs, say in which lane a coordinate finds what it has to add:
+    one addition and a shuffle for four features.
 
     Sign vectors first, basis vectors last: a small term added to a large one would lose its last bits. A basis vector
-    touches one coordinate, so it is added where the row already lies in memory; only in float32 (SLOTS > 0), as adding to
-    bfloat16 there would round twice. SLOTS is at least K.
+    touches one coordinate, so it is added where the row already lies in memory; only in float32 (SLOTS > 0), as
+    adding to bfloat16 there would round twice. SLOTS is at least K.
 
     out, if given, is y in another type; if x is given too, y |x| / |y|, and sizes[n] = |y|, |x|.
     """
@@ -170,7 +174,8 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale, d: tl.c
     coefs += n * K
     y += n * d
     q = 4 * tl.arange(0, max(1, BITS // 4))[:, None]
-    w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])  # one at a time, so that a thread has the signs of its own y
+    # One at a time, so that a thread has the signs of its own y.
+    w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])
     lane = tl.arange(0, 32)[None, :]
     row0 = tl.zeros([max(1, BITS // 4), W], tl.float32)  # coordinates q*W + w
     row1 = row0
@@ -188,7 +193,8 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale, d: tl.c
             even2, odd2 = interleave(sign_words(packed, i2, w, d, W), sign_words(packed, i3, w, d, W), 0x55555555, 1)
             bits0, bits2 = interleave(even, even2, 0x33333333, 2)
             bits1, bits3 = interleave(odd, odd2, 0x33333333, 2)
-            row0 += tl.gather(table, (bits0 >> q) & 31, 1)  # bit 4 is the next coordinate's: both halves of the table are alike
+            # Bit 4 is the next coordinate's: both halves of the table are alike.
+            row0 += tl.gather(table, (bits0 >> q) & 31, 1)
             row1 += tl.gather(table, (bits1 >> q) & 31, 1)
             row2 += tl.gather(table, (bits2 >> q) & 31, 1)
             row3 += tl.gather(table, (bits3 >> q) & 31, 1)
@@ -221,8 +227,8 @@ def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None):
     d = y.shape[1]
     bits, W = packing(d)
     return decode_kernel, (len(indices),), dict(
-        indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, x=x, out=out, sizes=sizes, K=indices.shape[1], m=m,
-        scale=scale, d=d, BITS=bits, W=W, num_warps=max(1, d // 2048),
+        indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, x=x, out=out, sizes=sizes,
+        K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W, num_warps=max(1, d // 2048),
         SLOTS=triton.next_power_of_2(indices.shape[1]) if y.dtype == torch.float32 else 0)
 
 
@@ -234,7 +240,8 @@ def decode_triton(indices, coefs, d, m, dtype=torch.float32):
 
 
 def decode_like_triton(indices, coefs, x, m):
-    """y |x| / |y| in the type of x, with y = decode(indices, coefs); and for the gradient y (N, d) and |y|, |x| (N, 2)."""
+    """y |x| / |y| in the type of x, with y = decode(indices, coefs);
+    and for the gradient y (N, d) and |y|, |x| (N, 2)."""
     y, out = torch.empty_like(x, dtype=torch.float32), torch.empty_like(x)
     sizes = torch.empty(len(x), 2, device=x.device)
     run(decode_launch(indices, coefs, y, m, x.shape[1] ** -0.5, out, x, sizes))
@@ -250,18 +257,20 @@ def dot_reference(indices, x):
 
 
 @jit(do_not_specialize=["K", "m"])
-def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
+def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale,
+               d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
     """out[n, k] = <phi_{indices[n, k]}, g[n]>: one token a program, g[n] kept in registers.
 
-    If y, x and their sizes are given, g is the gradient of y |x| / |y|: with u = y / |y| its gradient |x| / |y| (g - u <u, g>)
-    to y takes the place of g, and grad[n] = <u, g> x / |x| is that to x.
+    If y, x and their sizes are given, g is the gradient of y |x| / |y|: with u = y / |y| its gradient
+    |x| / |y| (g - u <u, g>) to y takes the place of g, and grad[n] = <u, g> x / |x| is that to x.
     """
     n = tl.program_id(0).to(tl.int64)
     indices += n * K
     out += n * K
     g += n * d
     b = tl.arange(0, BITS)[:, None]
-    w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])  # one at a time, so that a thread has the signs of its own g
+    # One at a time, so that a thread has the signs of its own g.
+    w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])
     at = tl.max_contiguous(b * W + w, [1, 1])
     row = tl.load(g + at, mask=at < d, other=0.0).to(tl.float32)
     if y is not None:
@@ -295,8 +304,8 @@ def dot_launch(indices, g, out, m, y=None, x=None, sizes=None, grad=None):
     d = g.shape[1]
     bits, W = packing(d)
     return dot_kernel, (len(indices),), dict(
-        indices=indices, g=g, packed=packed_signs(d, m, g.device), out=out, y=y, x=x, sizes=sizes, grad=grad, K=indices.shape[1], m=m,
-        scale=d ** -0.5, d=d, BITS=bits, W=W, num_warps=max(1, d // 2048))
+        indices=indices, g=g, packed=packed_signs(d, m, g.device), out=out, y=y, x=x, sizes=sizes, grad=grad,
+        K=indices.shape[1], m=m, scale=d ** -0.5, d=d, BITS=bits, W=W, num_warps=max(1, d // 2048))
 
 
 def dot_triton(indices, x, m):
@@ -327,7 +336,8 @@ def score_product(x, parents, generators, mean, rstd, low):
 
 
 @jit(do_not_specialize=["rows", "low", "high"])
-def moments_kernel(parents, generators, pairs, moments, rows, low, high, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def moments_kernel(parents, generators, pairs, moments, rows, low, high,
+                   D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """moments[r] = mean and rstd, (2, D), of the children of parents[r]. In `pairs` the two lie side by side: one load.
 
     A child outside of low .. high - 1, of a wrong parent or generator, gets NaN.
@@ -348,8 +358,8 @@ def moments_launch(parents, generators, pairs, moments, low):
     D, BM = len(generators), 16
     BN = min(256, triton.next_power_of_2(D))
     return moments_kernel, (triton.cdiv(len(parents), BM), triton.cdiv(D, BN)), dict(
-        parents=parents, generators=generators, pairs=pairs, moments=moments, rows=len(parents), low=low, high=low + len(pairs),
-        D=D, BM=BM, BN=BN, num_warps=4)
+        parents=parents, generators=generators, pairs=pairs, moments=moments, rows=len(parents),
+        low=low, high=low + len(pairs), D=D, BM=BM, BN=BN, num_warps=4)
 
 
 @jit
@@ -379,7 +389,8 @@ def halves(tile, M: tl.constexpr, N: tl.constexpr):
 
 @jit(do_not_specialize=["rows", "low", "high"])
 def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, high, scale,
-                 P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
+                 P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
+                 d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
     """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
 
@@ -419,10 +430,13 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, h
 
 
 def score_launch(x, parents, gamma, generators, moments, z, low, high):
-    """z (N*P, D), all columns of a longer row or some. With generators, moments is a pair for each feature, else a table."""
+    """z (N*P, D), all columns of a longer row or some.
+
+    With generators, moments is a pair for each feature, else a table.
+    """
     (N, d), P, D = x.shape, parents.shape[1], gamma.shape[1]
     bits, W = packing(d)
-    # All generators in one tile where registers allow it: the signs are flipped once, and gamma is read once in 128 rows.
+    # All generators in one tile where registers allow it: the signs are flipped once, gamma is read once in 128 rows.
     BM, BN, warps = (128, 256, 8) if W <= 64 else (32, 128, 4)
     if x.dtype == torch.float32:
         BM, BN, warps = 32, 64, 4  # no tensor cores for exact float32: a small tile, as the products stay in registers
@@ -430,9 +444,10 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high):
         BN = min(BN, 128)  # a pair for each product takes more registers than a row for all of a parent
     BN = min(BN, max(32, triton.next_power_of_2(D)))
     return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
-        x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators, moments=moments, z=z,
-        rows=N * P, low=low, high=high, scale=d ** -0.5, P=P, D=D, ROW=z.stride(0), d=d, BITS=bits, W=W, BM=BM, BN=BN,
-        num_warps=warps, num_stages=3 if W <= 32 else 2, UPCAST=triton.knobs.runtime.interpret and x.dtype == torch.bfloat16)
+        x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
+        moments=moments, z=z, rows=N * P, low=low, high=high, scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
+        d=d, BITS=bits, W=W, BM=BM, BN=BN, num_warps=warps, num_stages=3 if W <= 32 else 2,
+        UPCAST=triton.knobs.runtime.interpret and x.dtype == torch.bfloat16)
 
 
 COLUMNS = 4096  # generators whose sign rows are held at a time
@@ -465,7 +480,10 @@ def wide(x):
 
 
 def magnitude(z):
-    """|z| as an integer of the same order. Every NaN is the same and above infinity, so that a token with NaN shows it."""
+    """|z| as an integer of the same order.
+
+    Every NaN is the same and above infinity, so that a token with NaN shows it.
+    """
     if z.dtype == torch.float64:
         return z.abs().view(torch.int64).clamp(max=0x7FF8 << 48)
     return z.abs().view(torch.int32).clamp(max=0x7FC00000)
@@ -485,7 +503,8 @@ def select_reference(z, parents, generators, k):
 
 def basis_reference(x, mean, rstd, k):
     z, d = (wide(x) - mean) * rstd, x.shape[1]
-    return select_reference(z, torch.zeros(len(x), 1, dtype=torch.int64, device=x.device), torch.arange(d, device=x.device), k)
+    return select_reference(z, torch.zeros(len(x), 1, dtype=torch.int64, device=x.device),
+                            torch.arange(d, device=x.device), k)
 
 
 @jit
@@ -543,7 +562,8 @@ def select_kernel(z, mean, rstd, parents, generators, indices, coefs, scratch, k
     lane = tl.max_contiguous(tl.arange(0, BLOCK), 1)  # one at a time: a list is then written by the threads that read z
     slot = tl.arange(0, S)
 
-    top = tl.zeros([BLOCK], tl.uint32)  # |z| without its sign bit, shifted: one instruction that the multiplier may take
+    # |z| without its sign bit, shifted: one instruction that the multiplier may take.
+    top = tl.zeros([BLOCK], tl.uint32)
     for start in range(0, C, BLOCK):
         c = start + lane
         size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
@@ -569,7 +589,8 @@ def select_kernel(z, mean, rstd, parents, generators, indices, coefs, scratch, k
             c = first + turn * BLOCK + lane
             size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
             hits += tl.where((size >= threshold.to(tl.uint32) << 1) & (c < C), (1 << turn) + 65536, 0)
-        many = (hits >> 16).reshape(BLOCK // THREADS, THREADS)  # a column is a thread's own: added up there, then over threads
+        # A column is a thread's own: added up there, then over threads.
+        many = (hits >> 16).reshape(BLOCK // THREADS, THREADS)
         column = tl.sum(many, 0)
         to = (listed + (tl.cumsum(column, 0) - column)[None, :] + tl.cumsum(many, 0) - many).reshape(BLOCK)
         listed += tl.sum(column, 0)
@@ -620,8 +641,8 @@ def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None):
     warps = 1 if BLOCK <= 512 else BLOCK // 256
     scratch = torch.empty(N, S, dtype=torch.int64, device=z.device)
     return select_kernel, (N,), dict(
-        z=z, mean=mean, rstd=rstd, parents=parents, generators=generators, indices=indices, coefs=coefs, scratch=scratch, k=k, keep=keep,
-        P=P, D=D, BLOCK=BLOCK, S=S, THREADS=32 * warps, num_warps=warps)
+        z=z, mean=mean, rstd=rstd, parents=parents, generators=generators, indices=indices, coefs=coefs,
+        scratch=scratch, k=k, keep=keep, P=P, D=D, BLOCK=BLOCK, S=S, THREADS=32 * warps, num_warps=warps)
 
 
 def select_triton(z, parents, generators, k):
@@ -632,7 +653,7 @@ def select_triton(z, parents, generators, k):
 
 
 def basis_triton(x, mean, rstd, k):
-    """Level 0: the k coordinates of x with the largest |z|, z = (x - mean) * rstd, and their z. z is never in memory."""
+    """Level 0: the k coordinates of x of largest |z|, z = (x - mean) * rstd, and their z. z is never in memory."""
     indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
     coefs = torch.empty(len(x), k, dtype=torch.float32, device=x.device)
     run(select_launch(x, None, None, indices, coefs, mean, rstd))
@@ -654,4 +675,5 @@ def collect_reference(z, parents, generators, sums):
 
 if __name__ == "__main__":
     import aot
-    aot.main()
+    from helpers import run_script
+    run_script(aot.main)

@@ -1,10 +1,12 @@
-"""The operations of the bottleneck on a CPU: kernels.c, compiled on first use, and the functions in it as functions of tensors.
+"""The operations of the bottleneck on a CPU: kernels.c, compiled on first use,
+and the functions in it as functions of tensors.
 
 The functions `..._c` compute what the references in kernels.py say, for contiguous float32 tensors and int64 indices.
 """
 import contextlib
 import ctypes
 import functools
+import glob
 import hashlib
 import os
 import platform
@@ -31,9 +33,9 @@ def find_compiler():
     return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def library():
-    """kernels.c as a loaded library, compiled for this very processor and kept in ~/.cache; None without a C compiler."""
+    """kernels.c as a loaded library, compiled for this processor and kept in ~/.cache; None without a C compiler."""
     compiler = find_compiler()
     if compiler is None:
         return unavailable("there is no C compiler: install gcc or clang")
@@ -42,10 +44,10 @@ def library():
     with open(source, "rb") as file:
         key = hashlib.sha256(file.read() + " ".join(command).encode() + processor().encode()).hexdigest()[:16]
     folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "paritytransformer")
-    path = os.path.join(folder, f"kernels-{key}.so")
-    if os.path.exists(path):
+    kept = find_kept(folder, key)
+    if kept:
         with contextlib.suppress(OSError):  # of another system that shares the home folder: make it anew
-            return ctypes.CDLL(path)
+            return ctypes.CDLL(kept)
     with tempfile.TemporaryDirectory() as build:
         made = os.path.join(build, "kernels.so")
         command += ["-o", made]
@@ -55,23 +57,44 @@ def library():
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode:
                 return unavailable(f"kernels.c could not be compiled: {' '.join(command)}\n{run.stderr[:2000]}")
-            warnings.warn(f"{compiler} has no OpenMP, so the bottleneck uses one thread: install gcc")
+            warnings.warn(f"{compiler} has no OpenMP, so the bottleneck uses one thread: install gcc", stacklevel=2)
         try:
             loaded = ctypes.CDLL(made)
         except OSError as error:
             return unavailable(f"kernels.c was compiled but cannot be loaded: {error}")
-        with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
-            os.makedirs(folder, exist_ok=True)
-            if parallel:
-                handle, copy = tempfile.mkstemp(dir=folder)
-                os.close(handle)
-                shutil.copy(made, copy)
-                os.replace(copy, path)  # other processes see all of it or nothing
+        if parallel:
+            with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
+                keep(made, folder, key)
         return loaded
 
 
+def find_kept(folder, key):
+    """A library compiled before, whose name ends in the hash of its bytes: one that was cut short would kill us."""
+    for path in glob.glob(os.path.join(glob.escape(folder), f"kernels-{key}-*.so")):
+        with contextlib.suppress(OSError):
+            if path.endswith(f"-{hash_of_file(path)}.so"):
+                return path
+            os.remove(path)
+    return None
+
+
+def keep(made, folder, key):
+    """Other processes see all of it or nothing."""
+    os.makedirs(folder, exist_ok=True)
+    with open(made, "rb") as file, tempfile.NamedTemporaryFile(dir=folder, delete=False) as copy:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        os.fsync(copy.fileno())
+    os.replace(copy.name, os.path.join(folder, f"kernels-{key}-{hash_of_file(made)}.so"))
+
+
+def hash_of_file(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
 def unavailable(reason):
-    warnings.warn(f"the bottleneck runs in plain torch, many times slower, since {reason}")
+    warnings.warn(f"the bottleneck runs in plain torch, many times slower, since {reason}", stacklevel=3)
 
 
 @torch.compiler.assume_constant_result  # not to be traced
@@ -93,7 +116,8 @@ def call(name, *arguments):
             return ctypes.c_void_p(value.ctypes.data)
         if isinstance(value, torch.Tensor):
             if not value.is_contiguous() or value.dtype not in (torch.float32, torch.int64):
-                raise TypeError(f"kernels.c takes contiguous float32 and int64: {name} got {value.dtype}, strides {value.stride()}")
+                raise TypeError("kernels.c takes contiguous float32 and int64: "
+                                f"{name} got {value.dtype}, strides {value.stride()}")
             return ctypes.c_void_p(value.data_ptr())
         return ctypes.c_void_p(None) if value is None else ctypes.c_int64(value)
     if library() is None:
@@ -102,7 +126,8 @@ def call(name, *arguments):
 
 
 def threads(N):
-    """How many to use for N tokens: torch's number, but one for a few tokens, which are done before a second has woken."""
+    """How many to use for N tokens: torch's number,
+    but one for a few tokens, which are done before a second has woken."""
     return max(1, min(torch.get_num_threads(), N // 8))
 
 
@@ -131,7 +156,8 @@ def decode_like_backward_c(indices, grad, y, like, norms, m):
     """The gradients of decode_like_c's coefs and `like`, from the gradient of what it gave, y."""
     (N, d), K = grad.shape, indices.shape[1]
     if not (y.shape == like.shape == grad.shape and norms.shape == (N, 2)):
-        raise ValueError(f"shapes that do not belong together: {tuple(y.shape)}, {tuple(like.shape)}, {tuple(norms.shape)}")
+        raise ValueError("shapes that do not belong together: "
+                         f"{tuple(y.shape)}, {tuple(like.shape)}, {tuple(norms.shape)}")
     to_coefs, to_like = grad.new_empty(N, K), torch.empty_like(like)
     call("dot", indices, grad, y, like, norms, packed_signs(d, m), to_coefs, to_like, N, K, d, *packing(d), threads(N))
     return to_coefs, to_like
@@ -161,12 +187,13 @@ def score_product_c(x, parents, generators, mean, rstd, low):
 
 
 def search_transform_c(x, parents, generators, mean, rstd, low, k, rows):
-    """Every feature of the level by Walsh-Hadamard transforms of x * s[u2], one for each u2; then the children are picked."""
+    """Every feature of the level by Walsh-Hadamard transforms of x * s[u2], one for each u2;
+    then the children are picked."""
     (N, d), P, D = x.shape, parents.shape[1], len(generators)
     place = torch.full((N,), -1).index_put_((rows,), torch.arange(len(rows)))
     indices, coefs, sampled = torch.empty(N, k, dtype=torch.int64), x.new_empty(N, k), x.new_empty(len(rows), P * D)
-    call("search", x, parents, generators, mean, rstd, pattern_words(d, low + len(mean)), place, indices, coefs, sampled, N, d, P, D, low,
-         len(mean), k, threads(N))
+    call("search", x, parents, generators, mean, rstd, pattern_words(d, low + len(mean)), place,
+         indices, coefs, sampled, N, d, P, D, low, len(mean), k, threads(N))
     return indices, coefs, sampled
 
 

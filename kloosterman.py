@@ -12,6 +12,7 @@ and this file computes the largest one exactly. Features below d are replaced by
 
     python kloosterman.py 1024
 """
+import argparse
 import functools
 
 import numpy as np
@@ -26,7 +27,7 @@ POLYNOMIALS = {
 def log2_width(d):
     """t for d = 2**t, or an error that says which widths there are."""
     t = int(d).bit_length() - 1
-    if d != 1 << t or t not in POLYNOMIALS:
+    if t not in POLYNOMIALS or d != 1 << t:
         raise ValueError(f"width d={d} is not available: it must be a power of two from 8 to 32768")
     return t
 
@@ -52,7 +53,7 @@ def gf_inverse(t):
     return inverse
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def seed_matrix(d):
     """M: d rows of 2t bits, each packed into a word; low half k, high half the inverse of k."""
     t = log2_width(d)
@@ -73,17 +74,20 @@ def sign_vectors(indices, d):
 
 
 def packing(d):
-    """(BITS, W): a row of signs is W words of BITS bits. At least 16 words, the least that a GPU's matrix product takes."""
+    """(BITS, W): a row of signs is W words of BITS bits.
+
+    At least 16 words, the least that a GPU's matrix product takes.
+    """
     bits = min(32, max(1, d // 16))
     return bits, max(16, d // bits)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def packed_signs(d, m):
     """Rows 0..d-1: the Hadamard rows H[u1]; then the patterns s[u2] of m features. (rows, W) words.
 
-    Bit b of word w belongs to coordinate b*W + w, so that a tile of W neighbouring coordinates takes one bit from each word. There is
-    always a pattern 1: kernels on a GPU point a wrong index at it, with a coefficient of NaN.
+    Bit b of word w belongs to coordinate b*W + w, so that a tile of W neighbouring coordinates takes one bit from each
+    word. There is always a pattern 1: kernels on a GPU point a wrong index at it, with a coefficient of NaN.
     """
     bits, W = packing(d)
     indices = np.concatenate([np.arange(d), np.arange(max(2, m // d)) * d])
@@ -91,13 +95,15 @@ def packed_signs(d, m):
     for rows in np.array_split(np.arange(len(indices)), max(1, len(indices) * d >> 24)):  # 16 MB of signs at a time
         negative = np.zeros((len(rows), bits * W), np.uint32)
         negative[:, :d] = sign_vectors(indices[rows], d) < 0
-        words[rows] = (negative.reshape(-1, bits, W) << np.arange(bits, dtype=np.uint32)[:, None]).sum(1, dtype=np.uint32)
+        words[rows] = (negative.reshape(-1, bits, W)
+                       << np.arange(bits, dtype=np.uint32)[:, None]).sum(1, dtype=np.uint32)
     return words
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def pattern_words(d, m):
-    """The patterns s[u2] of m features, 16 side by side: bit b of word (k, lane) is the sign of s[16 b + lane] at k; then 512 more."""
+    """The patterns s[u2] of m features, 16 side by side:
+    bit b of word (k, lane) is the sign of s[16 b + lane] at k; then 512 more."""
     words = np.zeros((-(-m // d // 512), d, 16), np.uint32)
     for u2 in range(m // d):
         words[u2 // 512, :, u2 % 16] |= (sign_vectors(u2 * d, d)[0] < 0).astype(np.uint32) << np.uint32(u2 // 16 % 32)
@@ -105,7 +111,8 @@ def pattern_words(d, m):
 
 
 def walsh_hadamard(a):
-    """In-place Walsh-Hadamard transform of every row of an (n, d) integer array: out[u] = sum_k (-1)**parity(u & k) a[k]."""
+    """In-place Walsh-Hadamard transform of every row of an (n, d) integer array:
+    out[u] = sum_k (-1)**parity(u & k) a[k]."""
     n, d = a.shape
     step = 1
     while step < d:
@@ -118,7 +125,7 @@ def walsh_hadamard(a):
     return a
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def kloosterman_sums(d):
     """The distinct values of sum over x != 0 of (-1)**Tr(a x + b/x), over all (a, b) != (0, 0), in order.
 
@@ -144,16 +151,17 @@ def coherence(d):
 
 
 def main(arguments):
-    if len(arguments) != 1 or not arguments[0].isdecimal():
-        raise ValueError("give one width: python kloosterman.py 1024 (a power of two from 8 to 32768)")
-    d = int(arguments[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("d", type=int, help="a width: a power of two from 8 to 32768")
+    d = parser.parse_args(arguments).d
     log2_width(d)
     sums = kloosterman_sums(d)
     print(f"width d            {d}")
     print(f"features           {d * d:,}")
     print(f"exact coherence    {coherence(d):.6f}")
     print(f"bound              {2 / d ** 0.5 + 1 / d:.6f}    2/sqrt(d) + 1/d")
-    print(f"Kloosterman sums   {sums.min()} to {sums.max()}, {len(sums)} values    within +-2 sqrt(d) = {2 * d ** 0.5:.2f}")
+    print(f"Kloosterman sums   {sums.min()} to {sums.max()}, {len(sums)} values    "
+          f"within +-2 sqrt(d) = {2 * d ** 0.5:.2f}")
 
 
 if __name__ == "__main__":

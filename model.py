@@ -102,7 +102,10 @@ class Block(nn.Module):
         return x + self.mlp(self.narrow(h, edit, record) if self.site == "mlp" else h)
 
     def narrow(self, h, edit, record):
-        """What the bottleneck lets through of h. `record` gets (code, output, input): the losses and measures need them."""
+        """What the bottleneck lets through of h.
+
+        `record` gets (code, output, input): the losses and measures need them.
+        """
         if self.bottleneck is None:
             return h
         if torch.is_autocast_enabled(h.device.type):  # the type the next matrix product would round to anyway
@@ -117,8 +120,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """config: anything with the attributes layers, d, heads, context, vocab_size, bottleneck, site, bits, active, children,
-    standardise, selection, seed, variance_weight, reconstruction_weight and n_min: a Config of config.py."""
+    """config: anything with the attributes layers, d, heads, context, vocab_size, bottleneck, site, bits, active,
+    children, standardise, selection, seed, variance_weight, reconstruction_weight and n_min: a Config of config.py."""
 
     def __init__(self, config):
         super().__init__()
@@ -181,14 +184,17 @@ class GPT(nn.Module):
                 + self.config.reconstruction_weight * losses.get("reconstruction", 0))
 
     @torch.no_grad()
-    def generate(self, tokens, count, temperature=1.0, top_k=None, top_p=None, seed=0, stop=None, edit=None, cached=True):
-        """Yield `count` next tokens (B,) of the prompts tokens (B, T), one step at a time; ends early once each row had `stop`.
+    def generate(self, tokens, count, temperature=1.0, top_k=None, top_p=None, seed=0,
+                 stop=None, edit=None, cached=True):
+        """Yield `count` next tokens (B,) of the prompts tokens (B, T), one step at a time;
+        ends early once each row had `stop`.
 
         temperature 0 is greedy. When the context is full, generation goes on from its second half. `cached=False`
         recomputes everything at every step: the same tokens, slowly.
         """
         if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-            raise ValueError(f"temperature={temperature} must be at least 0, top_k={top_k} at least 1, top_p={top_p} in (0, 1]")
+            raise ValueError(f"temperature={temperature} must be at least 0, top_k={top_k} at least 1, "
+                             f"top_p={top_p} in (0, 1]")
         if tokens.shape[1] == 0:
             raise ValueError("the prompt has no tokens: start with the end-of-text token to generate from nothing")
         rng = torch.Generator(tokens.device).manual_seed(seed)
@@ -214,7 +220,7 @@ class GPT(nn.Module):
 
 def sample(logits, temperature, top_k, top_p, rng):
     """One token for each row of logits (B, V)."""
-    if temperature == 0:
+    if temperature < 1e-6:  # below, nothing else has any probability left
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:
@@ -222,7 +228,8 @@ def sample(logits, temperature, top_k, top_p, rng):
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(descending=True)
         probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # the smallest set with mass top_p: those with less before them
+        # The smallest set with mass top_p: those with less before them.
+        before = probabilities.cumsum(-1) - probabilities
         logits = logits.scatter(1, order, ordered.masked_fill(before >= top_p, -math.inf))
     return torch.multinomial(logits.softmax(-1), 1, generator=rng)[:, 0]
 

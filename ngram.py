@@ -2,6 +2,7 @@
 
     python ngram.py data/toy
 """
+import argparse
 import math
 from collections import Counter, defaultdict
 
@@ -29,11 +30,12 @@ def trigram_loss(train, test, discount=0.75):
 
 
 def main(arguments):
-    if len(arguments) != 1:
-        raise UserError("give one folder that data.py made: python ngram.py data/toy")
-    train, test = (data.Tokens(arguments[0], split) for split in ("train", "val"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a folder that data.py made, such as data/toy")
+    folder = parser.parse_args(arguments).folder
+    train, test = (data.Tokens(folder, split) for split in ("train", "val"))
     if len(train) > 10 ** 8:
-        raise UserError(f"{arguments[0]} has {len(train):,} training tokens, "
+        raise UserError(f"{folder} has {len(train):,} training tokens, "
                         "and counting them in Python needs too much memory: give at most 100 million")
     loss = trigram_loss(train.read(0, len(train)).tolist(), test.read(0, len(test)).tolist())
     print(f"trigram: validation loss {loss:.4f} nats per token, from {len(train):,} training tokens")

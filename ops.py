@@ -1,4 +1,4 @@
-"""The bottleneck's operations as torch operators, differentiable and checked, on the path that is fastest where they run.
+"""The bottleneck's operations as torch operators, differentiable and checked, on the path fastest where they run.
 
     parity_decode(indices, coefs, d)      sum of coefficient times dictionary row                (N, K) -> (N, d)
     parity_dot(indices, x)                inner products with dictionary rows                    (N, d) -> (N, K)
@@ -13,9 +13,9 @@ function in C in kernels_cpu.py. All give the same result: `backend` picks.
 import functools
 import math
 import warnings
-from typing import Optional
 
 import torch
+from torch.autograd import forward_ad
 
 import kernels
 import kernels_cpu
@@ -38,11 +38,12 @@ def backend(x):
     if x.device.type == "cuda":
         if triton:
             return "triton"
-        warn_once("triton is not installed, so the bottleneck runs in plain torch, many times slower: pip install triton")
+        warn_once("triton is not installed, so the bottleneck runs in plain torch, many times slower: "
+                  "pip install triton")
     return "c" if x.device.type == "cpu" and has_library() else "reference"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def warn_once(text):
     warnings.warn(text, stacklevel=3)
 
@@ -73,7 +74,8 @@ def by_chunks(reference, tokens, elements, *others):
 
 @torch.library.custom_op("parity::decode", mutates_args=())
 @exact
-def decode_op(indices: torch.Tensor, coefs: torch.Tensor, d: int, m: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+def decode_op(indices: torch.Tensor, coefs: torch.Tensor, d: int, m: int,
+              dtype: torch.dtype | None = None) -> torch.Tensor:
     check_range("feature indices", indices, 0, m)
     path, dtype = backend(coefs), dtype or coefs.dtype
     if path == "triton":
@@ -84,16 +86,18 @@ def decode_op(indices: torch.Tensor, coefs: torch.Tensor, d: int, m: int, dtype:
 
 
 @torch.library.custom_op("parity::decode_like", mutates_args=())
-def decode_like_op(indices: torch.Tensor, coefs: torch.Tensor, like: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result; what it was before it was scaled (no rows in C, whose gradient needs the result only); the norms of that and of `like`."""
+def decode_like_op(indices: torch.Tensor, coefs: torch.Tensor, like: torch.Tensor,
+                   m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result; what it was before it was scaled (no rows in C, whose gradient needs the result only);
+    the norms of that and of `like`."""
     check_range("feature indices", indices, 0, m)
     way = kernels_cpu.decode_like_c if backend(like) == "c" else kernels.decode_like_triton
     return way(indices.contiguous(), coefs.contiguous(), like.contiguous(), m)
 
 
 @torch.library.custom_op("parity::decode_like_backward", mutates_args=())
-def decode_like_backward_op(indices: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, like: torch.Tensor, norms: torch.Tensor,
-                            m: int) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_like_backward_op(indices: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, like: torch.Tensor,
+                            norms: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
     way = kernels_cpu.decode_like_backward_c if backend(like) == "c" else kernels.decode_like_backward_triton
     return way(indices.contiguous(), grad.contiguous(), y, like.contiguous(), norms, m)
 
@@ -105,7 +109,8 @@ def dot_op(indices: torch.Tensor, x: torch.Tensor, m: int) -> torch.Tensor:
     path = backend(x)
     if path == "reference":
         return by_chunks(kernels.dot_reference, (indices, wide(x)), indices.shape[1] * x.shape[1])
-    return kernels_cpu.dot_c(indices.contiguous(), wide(x).contiguous(), m) if path == "c" else kernels.dot_triton(indices.contiguous(), x.contiguous(), m)
+    return (kernels_cpu.dot_c(indices.contiguous(), wide(x).contiguous(), m) if path == "c" else
+            kernels.dot_triton(indices.contiguous(), x.contiguous(), m))
 
 
 @torch.library.custom_op("parity::score", mutates_args=())
@@ -115,7 +120,8 @@ def score_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, m
     check_range("parents", parents, 0, low)
     check_range("generators", generators, low, low + len(mean))
     if backend(x) == "c" and method == "transform":
-        return kernels_cpu.search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low, 1, torch.arange(len(x)))[2]
+        return kernels_cpu.search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low,
+                                              1, torch.arange(len(x)))[2]
     return score(x, parents, generators, mean, rstd, low)
 
 
@@ -123,19 +129,22 @@ def score(x, parents, generators, mean, rstd, low):
     level = generators, mean, rstd, low
     path = backend(x)
     if path == "reference":
-        return by_chunks(kernels.score_product, (wide(x), parents), parents.shape[1] * (len(generators) + x.shape[1]), *level)
+        return by_chunks(kernels.score_product, (wide(x), parents),
+                         parents.shape[1] * (len(generators) + x.shape[1]), *level)
     if path == "c":
         return kernels_cpu.score_product_c(wide(x).contiguous(), parents.contiguous(), *level)
     return kernels.score_triton(x.contiguous(), parents.contiguous(), *level)
 
 
 @torch.library.custom_op("parity::select", mutates_args=())
-def select_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def select_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor,
+              k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return select(z, parents, generators, k)
 
 
 def select(z, parents, generators, k):
-    way = {"reference": kernels.select_reference, "c": kernels_cpu.select_c, "triton": kernels.select_triton}[backend(z)]
+    way = {"reference": kernels.select_reference, "c": kernels_cpu.select_c,
+           "triton": kernels.select_triton}[backend(z)]
     return way(z.contiguous(), parents.contiguous(), generators, k)
 
 
@@ -153,13 +162,16 @@ def search_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, 
               low: int, k: int, rows: torch.Tensor, method: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_range("parents", parents, 0, low)
     check_range("generators", generators, low, low + len(mean))
+    check_range("rows", rows, 0, len(x))
     if backend(x) == "c" and method == "transform":
-        return kernels_cpu.search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low, k, rows)
+        return kernels_cpu.search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low,
+                                              k, rows)
     C = parents.shape[1] * len(generators)
     indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
     coefs = torch.empty(len(x), k, dtype=wide(x[:0]).dtype, device=x.device)
     sampled = torch.empty(len(rows), C, dtype=coefs.dtype, device=x.device)
-    for part in chunks(len(x), C, None if x.device.type == "cpu" else 2 ** 26):  # scores held at a time: 2 MB, or 256 MB on a GPU
+    # Scores held at a time: 2 MB, or 256 MB on a GPU.
+    for part in chunks(len(x), C, None if x.device.type == "cpu" else 2 ** 26):
         z = score(x[part], parents[part], generators, mean, rstd, low)
         indices[part], coefs[part] = select(z, parents[part], generators, k)
         here = (rows >= part.start) & (rows < part.stop)
@@ -179,7 +191,8 @@ def collect_op(z: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor,
 
 
 @torch.library.custom_op("parity::attach", mutates_args=())
-def attach_op(values: torch.Tensor, indices: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, m: int) -> torch.Tensor:
+def attach_op(values: torch.Tensor, indices: torch.Tensor, x: torch.Tensor, scale: torch.Tensor,
+              m: int) -> torch.Tensor:
     return values.clone()
 
 
@@ -307,16 +320,26 @@ def check(condition, text):
 
 
 def check_floats(name, tensor, dims=2):
-    check(tensor.dtype in FLOATS, f"{name} must be float32, bfloat16 or float16 (float64 for checks), not {tensor.dtype}")
+    check_forward_mode(name, tensor)
+    check(tensor.dtype in FLOATS,
+          f"{name} must be float32, bfloat16 or float16 (float64 for checks), not {tensor.dtype}")
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, not the shape {tuple(tensor.shape)}")
+
+
+def check_forward_mode(name, tensor):
+    """Forward-mode derivatives would come out as zero, without a word."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(f"{name} has a tangent, but the bottleneck has no forward-mode derivative: use "
+                                  "backward() or torch.func.vjp")
 
 
 def check_indices(name, indices, rows=None):
     """As int64. The text is made only when it is needed: under torch.compile it would fix the number of tokens."""
     check(indices.dtype in (torch.int32, torch.int64), f"{name} must be integers (int64), not {indices.dtype}")
     if rows is None and indices.dim() != 1 or rows is not None and (indices.dim() != 2 or indices.shape[0] != rows):
-        raise ValueError(f"{name} must have shape {'(D,)' if rows is None else f'({rows}, K), a row a token'}, not {tuple(indices.shape)}")
+        raise ValueError(f"{name} must have shape {'(D,)' if rows is None else f'({rows}, K), a row a token'}, "
+                         f"not {tuple(indices.shape)}")
     if indices.shape[-1] == 0:
         raise ValueError(f"{name} are empty")
     return indices.long().contiguous()
@@ -326,7 +349,8 @@ def check_features(d, *counts):
     """Tables and levels end at powers of two, and there are no more than d*d features."""
     log2_width(d)
     for m in counts:
-        check(d <= m <= d * d and m & m - 1 == 0, f"{m} is no number of features for d={d}: take a power of two from {d} to {d * d}")
+        check(d <= m <= d * d and m & m - 1 == 0,
+              f"{m} is no number of features for d={d}: take a power of two from {d} to {d * d}")
 
 
 def parity_decode(indices, coefs, d, m=None, like=None):
@@ -363,6 +387,7 @@ def parity_dot(indices, x, m=None):
 
 def attach_scores(values, indices, x, scale, m):
     """values, known to be scale * parity_dot(indices, x) plus a constant: returns them with that gradient to x."""
+    check_forward_mode("x", x)
     return attach_op(values, indices, x, scale, m)
 
 
@@ -376,12 +401,15 @@ def collect_sums(z, parents, generators, sums):
     parents, generators = check_indices("parents", parents, z.shape[0]), check_indices("generators", generators)
     check_count(z.shape[1], parents, generators, 1)
     check(sums.shape[1] == 3 and sums.is_contiguous(), "sums must be a contiguous tensor of shape (m, 3)")
+    m = len(sums)
+    check(m > 0 and m & m - 1 == 0, f"sums has {m} rows, but the number of features m must be a power of two")
     collect_op(z.to(sums.dtype).contiguous(), parents, generators, sums)
 
 
 def scoring_method(device, d, parents, generators, features):
-    """The faster of the two for a shape. On a GPU the product runs on tensor cores; on a CPU a feature costs the transform as much
-    as about sqrt(d) / 2 multiply-adds cost the product (measured from d=64 to 2048 on 2 cores: docs/log.md)."""
+    """The faster of the two for a shape. On a GPU the product runs on tensor cores; on a CPU a feature costs
+    the transform as much as about sqrt(d) / 2 multiply-adds cost the product
+    (measured from d=64 to 2048 on 2 cores: docs/log.md)."""
     transform = features * math.sqrt(d) / 2
     return "transform" if torch.device(device).type == "cpu" and transform < parents * generators * d else "gemm"
 
@@ -431,12 +459,13 @@ def check_count(candidates, parents, generators, k):
 
 
 def search_basis(x, mean, rstd, k):
-    """Level 0, whose scores are the coordinates: the k largest |z| of z = (x - mean) * rstd as (indices, coefs), (N, k).
+    """Level 0, whose scores are the coordinates: the k largest |z|, z = (x - mean) * rstd, as (indices, coefs), (N, k).
 
     x (N, d); mean, rstd (d,). Ties go to the lower index. No gradient: see attach_scores.
     """
     check_floats("x", x)
-    check(len(mean) == len(rstd) == x.shape[1], f"mean and rstd must have the length {x.shape[1]}, not {len(mean)} and {len(rstd)}")
+    check(len(mean) == len(rstd) == x.shape[1],
+          f"mean and rstd must have the length {x.shape[1]}, not {len(mean)} and {len(rstd)}")
     check(1 <= k <= x.shape[1], f"k={k} features cannot be selected from {x.shape[1]} coordinates")
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     return basis_op(x.detach(), mean.to(kind).contiguous(), rstd.to(kind).contiguous(), k)
@@ -449,6 +478,10 @@ def search_children(x, parents, generators, mean, rstd, low, k, method="auto", r
     """
     *level, method = check_level(x.detach(), parents, generators, mean, rstd, low, method)
     check_count(parents.shape[1] * len(generators), parents, generators, k)
-    none = torch.empty(0, dtype=torch.int64, device=x.device)
-    found = search_op(*level, k, none if rows is None else rows, method)
+    if rows is None:
+        wanted = torch.empty(0, dtype=torch.int64, device=x.device)
+    else:
+        check(rows.dim() == 1 and rows.dtype == torch.int64, "rows must be numbers of tokens, one dimension of int64")
+        wanted = rows
+    found = search_op(*level, k, wanted, method)
     return found[:2] if rows is None else found

@@ -41,11 +41,13 @@ def schedule(step, max_steps, warmup, decay_fraction):
     if max_steps < 1 or not 0 <= step <= max_steps:
         raise ValueError(f"step={step} must lie in 0..max_steps and max_steps={max_steps} be at least 1")
     if warmup < 0 or not 0 <= decay_fraction <= 1:
-        raise ValueError(f"warmup={warmup} must be a number of steps from 0, decay_fraction={decay_fraction} lie in 0..1")
+        raise ValueError(f"warmup={warmup} must be a number of steps from 0, "
+                         f"decay_fraction={decay_fraction} lie in 0..1")
     decay = round(decay_fraction * max_steps)
     if warmup + decay > max_steps:
-        raise ValueError(f"warmup={warmup} and the last {decay} steps (decay_fraction={decay_fraction}) do not fit into "
-                         f"max_steps={max_steps}; make warmup at most {max_steps - decay}, or decay_fraction smaller")
+        raise ValueError(f"warmup={warmup} and the last {decay} steps (decay_fraction={decay_fraction}) "
+                         f"do not fit into max_steps={max_steps}; "
+                         f"make warmup at most {max_steps - decay}, or decay_fraction smaller")
     if step < warmup:
         return (step + 1) / warmup
     return min(1.0, (max_steps - step) / decay) if decay else 1.0
@@ -170,7 +172,10 @@ class MuonAdam:
         return found
 
     def gather(self, updates, ready):
-        """The updates of all ranks, from those of this one. Shares are padded to the longest for one flat all-gather."""
+        """The updates of all ranks, from those of this one.
+
+        Shares are padded to the longest for one flat all-gather.
+        """
         sizes = [[self.matrices[name].numel() for name in share] for share in ready]
         mine = torch.zeros(max(map(sum, sizes)), dtype=self.dtype, device=self.device)
         for name, part in zip(ready[self.rank], mine[: sum(sizes[self.rank])].split(sizes[self.rank])):
@@ -182,7 +187,7 @@ class MuonAdam:
                 for name, part in zip(share, flat[: sum(parts)].split(parts))}
 
     def state_dict(self):
-        """{"muon": {name: momentum}, "adam": {name: AdamW's own state}} on rank 0, None on the others; all must call it.
+        """{"muon": {name: momentum}, "adam": {name: AdamW's own state}} on rank 0, None on others; all must call it.
 
         It does not depend on the number of ranks, and holds no setting: those come from the constructor. The tensors
         come to the CPU one at a time; those of a CPU run are the living ones, so save them before the next step.
@@ -211,8 +216,8 @@ class MuonAdam:
             for name, p in named.items():
                 saved = state[part][name] if part == "muon" else state[part][name].get("exp_avg", p)
                 if saved.shape != p.shape:
-                    raise ValueError(f"the {part} state belongs to another model: {name} has shape {tuple(saved.shape)} "
-                                     f"in the state, {tuple(p.shape)} in the model")
+                    raise ValueError(f"the {part} state belongs to another model: {name} has shape "
+                                     f"{tuple(saved.shape)} in the state, {tuple(p.shape)} in the model")
         for name, momentum in self.momentum.items():
             momentum.copy_(state["muon"][name])
         if self.adam:

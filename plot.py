@@ -13,7 +13,8 @@ from helpers import UserError, run_script
 def read_metrics(folder):
     """The rows of a run's metrics.jsonl. A line that is no row, because it was cut off or is not ours, is left out."""
     rows = []
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "metrics.jsonl"), errors="replace") as file:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), \
+            open(os.path.join(folder, "metrics.jsonl"), errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
@@ -54,13 +55,15 @@ def losses(folders, path):
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="folders of runs, such as out/tiny")
-    parser.add_argument("--out", default="losses.png", help="the picture to write")
+    parser.add_argument("--out", default="losses.png", help="the picture to write, .png")
     options = parser.parse_args(arguments)
-    missing = [folder for folder in options.runs if not os.path.exists(os.path.join(folder, "metrics.jsonl"))]
-    if missing:
-        raise UserError(f"{missing[0]} has no metrics.jsonl: give folders that train.py wrote, such as out/tiny")
-    losses(options.runs, options.out)
-    print(options.out)
+    empty = [folder for folder in options.runs if not read_metrics(folder)]
+    if empty:
+        raise UserError(f"{empty[0]} has no metrics.jsonl with a row in it: give folders that train.py wrote, such as "
+                        "out/tiny")
+    path = options.out if options.out.endswith(".png") else f"{options.out}.png"
+    losses(options.runs, path)
+    print(path)
 
 
 if __name__ == "__main__":

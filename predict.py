@@ -1,16 +1,18 @@
-"""What the bottleneck will cost on real GPUs, predicted by compiling for them and by arithmetic. Nothing here is measured.
+"""What the bottleneck will cost on real GPUs, predicted by compiling for them and by arithmetic: nothing is measured.
 
     python bench.py predict [--gpu H100|H200|B200|all] [--row small_2l ...] [--share 0.6] [--kernels] [--json FILE]
 
-Every kernel of a training step is compiled for the card, disassembled, and its instructions counted, each as often as the loops
-around it turn. With p the peak rate of a resource, e the share of the peak that we expect to reach, and w the work of a token:
+Every kernel of a training step is compiled for the card, disassembled, and its instructions counted, each as often as
+the loops around it turn. With p the peak rate of a resource, e the share of the peak that we expect to reach, and w
+the work of a token:
 
     time of a kernel = max over resources of w / (p e)          resources: issue slots, pipes, tensor cores, L2, memory
     overhead = 1 + (sum over kernels + element-wise bytes) / (time of the dense model at a given share of peak FLOPs)
 
-Counted as stated, not known: which branch a token takes (the code has active[0] basis features, never the slow path of the
-selection), turns of loops that depend on the data (for normally distributed scores), tables that stay in a cache.
-Left out: launches, latency that other warps do not hide, bank conflicts, cache misses, the last wave of programs, the optimiser.
+Counted as stated, not known: which branch a token takes (the code has active[0] basis features, never the slow path of
+the selection), turns of loops that depend on the data (for normally distributed scores), tables that stay in a cache.
+Left out: launches, latency that other warps do not hide, bank conflicts, cache misses, the last wave of programs,
+the optimiser.
 """
 import argparse
 import json
@@ -27,19 +29,24 @@ import kernels
 from config import load
 from kloosterman import packing
 
-# Public figures: SMs; sustained clock; dense bfloat16 FLOP/s; bytes/s of memory and of L2 (5,120 a clock on Hopper; of Blackwell's
-# no figure is published: taken per SM as Hopper's); bytes of L2; warp instructions a clock and SM on the integer and logic pipe.
+# Public figures: SMs; sustained clock; dense bfloat16 FLOP/s; bytes/s of memory and of L2 (5,120 a clock on Hopper; of
+# Blackwell's no figure is published: taken per SM as Hopper's); bytes of L2; warp instructions a clock and SM on the
+# integer and logic pipe.
 GPUS = {
-    "H100": dict(capability=90, sms=132, clock=1.755e9, tensor=989e12, memory=3.35e12, l2=5120 * 1.755e9, cache=50e6, alu=2),
-    "H200": dict(capability=90, sms=132, clock=1.755e9, tensor=989e12, memory=4.8e12, l2=5120 * 1.755e9, cache=50e6, alu=2),
-    "B200": dict(capability=100, sms=148, clock=1.85e9, tensor=2250e12, memory=8e12, l2=5740 * 1.85e9, cache=126e6, alu=4),
+    "H100": dict(capability=90, sms=132, clock=1.755e9, tensor=989e12,
+                 memory=3.35e12, l2=5120 * 1.755e9, cache=50e6, alu=2),
+    "H200": dict(capability=90, sms=132, clock=1.755e9, tensor=989e12,
+                 memory=4.8e12, l2=5120 * 1.755e9, cache=50e6, alu=2),
+    "B200": dict(capability=100, sms=148, clock=1.85e9, tensor=2250e12,
+                 memory=8e12, l2=5740 * 1.85e9, cache=126e6, alu=4),
 }
-# Warp instructions a clock and SM: 4 schedulers; float32 and integer multiply-adds share a pipe, the latter at half rate; a load or
-# store moves 128 bytes a clock; conversions and population counts.
+# Warp instructions a clock and SM: 4 schedulers; float32 and integer multiply-adds share a pipe, the latter at half
+# rate; a load or store moves 128 bytes a clock; conversions and population counts.
 PIPES = {"issue": 4, "fma": 4, "imad": 2, "load/store": 1, "convert": 0.5}
 SHARE = {"tensor": 0.7, "L2": 0.7, "memory": 0.85}  # of a peak that a kernel reaches; of issue slots and pipes:
 PIPE_SHARE = 0.6
-UTILISATION = (0.35, 0.45, 0.55)         # of the dense model, in FLOPs: a faster dense model makes the same bottleneck dearer
+# Of the dense model, in FLOPs: a faster dense model makes the same bottleneck dearer.
+UTILISATION = (0.35, 0.45, 0.55)
 PAPER = {"small_2l": 1.47, "small_3l": 2.06, "large_2l": 1.22, "large_3l": 1.55}  # measured there on 4 H200
 PASS = 16384                             # tokens of one forward pass: what is made once a pass is shared by these
 TOKENS = 64                              # of the launches that are compiled: a multiple of what one program takes
@@ -59,8 +66,9 @@ class Instruction(NamedTuple):
 class Loop(NamedTuple):
     """How often a loop turns: `turns` of its source, each with `each` instructions called `marker`.
 
-    The compiler may unroll: the markers found inside say how many turns of the source one turn of the machine code is, and a
-    second loop with fewer of them does the rest. With each=0, markers outside are turns that were moved out of the loop.
+    The compiler may unroll: the markers found inside say how many turns of the source one turn of the machine code is,
+    and a second loop with fewer of them does the rest.
+    With each=0, markers outside are turns that were moved out of the loop.
     """
     marker: str
     each: float
@@ -83,9 +91,9 @@ def parse(text):
 def executions(code, loops, share=1.0):
     """How often each instruction is executed, and the turns of each loop found.
 
-    Counted is what comes before the first EXIT: behind it compilers put what is seldom needed (waiting, the slow path). A loop is
-    a branch backwards; one that only waits (NANOSLEEP) turns once. `share` of the turns run a long stretch inside a loop that a
-    branch passes over, be it an if or the else of one.
+    Counted is what comes before the first EXIT: behind it compilers put what is seldom needed (waiting, the slow path).
+    A loop is a branch backwards; one that only waits (NANOSLEEP) turns once. `share` of the turns run a long stretch
+    inside a loop that a branch passes over, be it an if or the else of one.
     """
     stop = next(n for n, i in enumerate(code) if i.name.startswith("EXIT") and not i.conditional or i.target == n)
     times = [float(n <= stop) for n in range(len(code))]
@@ -94,14 +102,15 @@ def executions(code, loops, share=1.0):
         body = range(code[end].target, end + 1)
         if any(code[n].name == "NANOSLEEP" for n in body):
             continue
-        loop, inside = next(((loop, inside) for loop in loops if (inside := sum(bool(re.match(loop.marker, code[n].name)) for n in body))),
-                            (None, 0))
+        loop, inside = next(((loop, inside) for loop in loops
+                             if (inside := sum(bool(re.match(loop.marker, code[n].name)) for n in body))), (None, 0))
         if loop is None:
-            raise ValueError(f"a loop of {len(body)} instructions has none of {[loop.marker for loop in loops]}: say in predict.py how "
-                             "often it turns")
+            raise ValueError(f"a loop of {len(body)} instructions has none of {[loop.marker for loop in loops]}: "
+                             "say in predict.py how often it turns")
         if loop.each:
             step = max(1, round(inside / loop.each))
-            turns = loop.turns % unrolled[loop] if unrolled.get(loop, 1) > step else loop.turns // step if step > 1 else loop.turns
+            turns = (loop.turns % unrolled[loop] if unrolled.get(loop, 1) > step else
+                     loop.turns // step if step > 1 else loop.turns)
             unrolled[loop] = max(step, unrolled.get(loop, 1))
         else:
             turns = loop.turns - (sum(bool(re.match(loop.marker, i.name)) for i in code[:stop]) - inside) / inside
@@ -125,14 +134,16 @@ def pipe(name):
         return "fma", 2 if base[-1] == "2" else 1  # two to a lane: one slot, twice the work
     if base.startswith("IMAD"):
         return "imad", 1
-    if base in ("LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDGSTS", "LDTM", "STTM", "RED", "REDG", "ATOM", "ATOMG", "SHFL"):
+    if base in ("LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDGSTS", "LDTM", "STTM",
+                "RED", "REDG", "ATOM", "ATOMG", "SHFL"):
         return "load/store", 4 if ".128" in name or name.endswith("88.4") else 2 if ".64" in name else 1
     if base in ("POPC", "FLO", "MUFU", "I2F", "I2FP", "F2I", "F2F"):
         return "convert", 1
     if base.endswith("MMA"):
         return "mma", 1
-    if base.startswith("U") or base in ("BRA", "EXIT", "NOP", "BAR", "WARPSYNC", "WARPGROUP", "DEPBAR", "LDGDEPBAR", "MEMBAR", "FENCE",
-                                        "SYNCS", "BSSY", "BSYNC", "S2R", "S2UR", "R2UR", "CS2R", "LDC", "LDCU", "REDUX", "CREDUX"):
+    if base.startswith("U") or base in ("BRA", "EXIT", "NOP", "BAR", "WARPSYNC", "WARPGROUP", "DEPBAR", "LDGDEPBAR",
+                                        "MEMBAR", "FENCE", "SYNCS", "BSSY", "BSYNC", "S2R", "S2UR", "R2UR", "CS2R",
+                                        "LDC", "LDCU", "REDUX", "CREDUX"):
         return "other", 1  # these take an issue slot only, as far as this model knows
     return "alu", 1
 
@@ -169,7 +180,10 @@ class Kernel(NamedTuple):
 
 
 def step_kernels(config, cache):
-    """Every kernel of one layer's forward and backward pass, with what a token needs. bfloat16 activations, float32 sums."""
+    """Every kernel of one layer's forward and backward pass, with what a token needs.
+
+    bfloat16 activations, float32 sums.
+    """
     d, active, m = config.d, config.active, 2 ** config.bits[-1]
     K, W = sum(active), packing(d)[1]
     x, y = torch.empty(TOKENS, d, dtype=torch.bfloat16), torch.empty(TOKENS, d)
@@ -177,13 +191,17 @@ def step_kernels(config, cache):
     hashed, sizes = K - active[0], torch.empty(TOKENS, 2)
     signs = 8 * W * hashed  # two rows of packed signs of every sign vector
     fours = math.ceil(K / 4)
-    adding = dict(loops=[Loop("SHFL", d / 32 / kernels.decode_launch(indices, coefs, y, m, 1.0)[2]["num_warps"], fours)], tokens=TOKENS,
-                  share=(fours - active[0] // 4) / fours)
-    moved = 12 * K + 4 * d + 2 * d                                # index and coefficient of a feature; y, and once more as bfloat16
-    again = signs + 4 * d + 32 * active[0]                        # y is read back; an addition in memory takes 32 bytes of L2
+    adding = dict(
+        loops=[Loop("SHFL", d / 32 / kernels.decode_launch(indices, coefs, y, m, 1.0)[2]["num_warps"], fours)],
+        tokens=TOKENS, share=(fours - active[0] // 4) / fours)
+    # Index and coefficient of a feature; y, and once more as bfloat16.
+    moved = 12 * K + 4 * d + 2 * d
+    # y is read back; an addition in memory takes 32 bytes of L2.
+    again = signs + 4 * d + 32 * active[0]
     yield Kernel("decode", kernels.decode_launch(indices, coefs, y, m, 1.0, x, x, sizes), memory=moved + 2 * d + 8,
                  l2=moved + 2 * d + 8 + again, **adding)          # reads x, for its norm
-    yield Kernel("decode back", kernels.decode_launch(indices, coefs, y, m, 1.0, x), memory=moved, l2=moved + again, **adding)
+    yield Kernel("decode back", kernels.decode_launch(indices, coefs, y, m, 1.0, x), memory=moved,
+                 l2=moved + again, **adding)
     moved = 12 * K + 4 * d + 3 * 2 * d + 8                        # y; the gradient, x and its gradient
     yield Kernel("dot back", kernels.dot_launch(indices, x, coefs, m, y, x, sizes, x), [Loop("SHFL", 5, K)], TOKENS,
                  moved, moved + signs, share=hashed / K)
@@ -192,19 +210,24 @@ def step_kernels(config, cache):
         if level:
             P, D, low = active[level - 1], config.children[level - 1], 2 ** config.bits[level - 1]
             C = P * D
-            parents, generators, z = torch.empty(TOKENS, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64), torch.empty(TOKENS, C)
+            parents, generators, z = (torch.empty(TOKENS, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64),
+                                      torch.empty(TOKENS, C))
             gamma, moments = torch.empty(d, D, dtype=torch.bfloat16), torch.empty(low, 2, D)
             pairs = torch.empty(2 ** config.bits[level] - low, dtype=torch.int64)
-            made = low * D / PASS  # entries of the table of moments, made once a pass; a random read takes 32 bytes of L2
-            yield Kernel(f"moments {level}", kernels.moments_launch(torch.empty(low, dtype=torch.int64), generators, pairs, moments, low),
+            # Entries of the table of moments, made once a pass; a random read takes 32 bytes of L2.
+            made = low * D / PASS
+            yield Kernel(f"moments {level}",
+                         kernels.moments_launch(torch.empty(low, dtype=torch.int64), generators, pairs, moments, low),
                          [], PASS, 8 * made, 40 * made)
             launch = kernels.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level])
             tile = launch[2]
             moved = 2 * d + 8 * P + 4 * C
             again = 2 * d * (P * W / 256 - 1)  # x goes past L1, once in every 512 bytes of its parents' rows
             yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,
-                         moved + 8 * C * (8 * low * D > cache / 2), moved + 8 * C + again + 2 * d * D * P / tile["BM"], flops=2 * C * d)
-            launch, moved, loads = kernels.select_launch(z, parents, generators, indices, coefs), 4 * C + 8 * P + 12 * k, 1
+                         moved + 8 * C * (8 * low * D > cache / 2),
+                         moved + 8 * C + again + 2 * d * D * P / tile["BM"], flops=2 * C * d)
+            launch, moved, loads = (kernels.select_launch(z, parents, generators, indices, coefs),
+                                    4 * C + 8 * P + 12 * k, 1)
             again = 4 * C  # two scans
         else:
             C, moved, loads = d, 2 * d + 12 * k, 3
@@ -220,10 +243,12 @@ def step_kernels(config, cache):
 def other_bytes(config):
     """Bytes of a token in plain torch around the kernels.
 
-    A coordinate, 4: read x for the sums of level 0, read the gradient of the scores beside that of the norm. An active feature, 112: index and
-    coefficient copied out of the search and joined over the levels (24 + 24), 1/std looked up (44), coefficient handed on with its gradient
-    (8), gradient times 1/std (12). A candidate of the 64 to 127 sampled tokens of a step, 450: sorted and added up. Once a pass: the
-    sign rows of the generators, made, transposed and read (8 a sign), and mean and 1/std of every feature side by side (24).
+    A coordinate, 4: read x for the sums of level 0, read the gradient of the scores beside that of the norm.
+    An active feature, 112: index and coefficient copied out of the search and joined over the levels (24 + 24), 1/std
+    looked up (44), coefficient handed on with its gradient (8), gradient times 1/std (12).
+    A candidate of the 64 to 127 sampled tokens of a step, 450: sorted and added up.
+    Once a pass: the sign rows of the generators, made, transposed and read (8 a sign), and mean and 1/std of every
+    feature side by side (24).
     """
     candidates = sum(P * D for P, D in zip(config.active, config.children))
     once = 8 * config.d * sum(config.children) + 24 * 2 ** config.bits[-1]
@@ -231,7 +256,8 @@ def other_bytes(config):
 
 
 def dense_flops(config):
-    """Forward and backward of a token in one layer: 36 d^2 multiply-adds, causal attention, and the layer's share of the head."""
+    """Forward and backward of a token in one layer:
+    36 d^2 multiply-adds, causal attention, and the layer's share of the head."""
     return 72 * config.d ** 2 + 6 * config.d * config.context + 6 * config.d * config.vocab_size / config.layers
 
 
@@ -245,8 +271,8 @@ def analyse(kernel, capability):
     code, (_, grid, arguments) = parse(aot.cuobjdump(cubin, "-sass")), kernel.launch
     times, loops = executions(code, kernel.loops, kernel.share)
     each = math.prod(grid) * arguments["num_warps"] / kernel.tokens  # warps a token
-    return dict(registers=registers, shared=shared, warps_per_sm=occupancy(registers, shared, arguments["num_warps"]), loops=loops,
-                instructions={name: each * n for name, n in count(code, times).items()})
+    return dict(registers=registers, shared=shared, warps_per_sm=occupancy(registers, shared, arguments["num_warps"]),
+                loops=loops, instructions={name: each * n for name, n in count(code, times).items()})
 
 
 def predict_kernel(kernel, gpu, pipe_share=PIPE_SHARE):
@@ -255,8 +281,10 @@ def predict_kernel(kernel, gpu, pipe_share=PIPE_SHARE):
                                                 if not isinstance(kernel.launch[2][name], torch.Tensor))
     found = ANALYSED[key] if key in ANALYSED else ANALYSED.setdefault(key, analyse(kernel, gpu["capability"]))
     rates = PIPES | {"alu": gpu["alu"]}
-    work = {name: found["instructions"].get(name, 0) / (rate * gpu["sms"] * gpu["clock"]) for name, rate in rates.items()}
-    work |= {"tensor": kernel.flops / gpu["tensor"], "L2": kernel.l2 / gpu["l2"], "memory": kernel.memory / gpu["memory"]}
+    work = {name: found["instructions"].get(name, 0) / (rate * gpu["sms"] * gpu["clock"])
+            for name, rate in rates.items()}
+    work |= {"tensor": kernel.flops / gpu["tensor"], "L2": kernel.l2 / gpu["l2"],
+             "memory": kernel.memory / gpu["memory"]}
     resources = {name: 1024e6 * seconds / SHARE.get(name, pipe_share) for name, seconds in work.items()}
     bound = max(resources, key=resources.get)
     return dict(kernel=kernel.name, microseconds=resources[bound], bound=bound, resources=resources) | found
@@ -274,7 +302,8 @@ def predict(row, name, pipe_share=PIPE_SHARE):
 
 
 def show(results, details):
-    print("PREDICTED by compilation and arithmetic, not measured. Microseconds of one layer and 1,024 tokens, forward and backward;\n"
+    print("PREDICTED by compilation and arithmetic, not measured. "
+          "Microseconds of one layer and 1,024 tokens, forward and backward;\n"
           "overhead against a dense model at a share of its peak FLOPs; the paper's was measured, on 4 H200.\n")
     groups = ("decode", "dot", "score", "select", "moments")
     print(f"{'GPU':5} {'row':9}" + "".join(f"{g:>8}" for g in groups) + f"{'other':>7}{'sum':>8}{'dense':>8}   "
@@ -289,28 +318,36 @@ def show(results, details):
 
 
 def show_kernels(parts):
-    print(f"\n      {'kernel':13}{'us':>7}    {'bound by':12}{'next':18}{'registers':>9}{'shared':>8}{'warps/SM':>9}   instructions")
+    print(f"\n      {'kernel':13}{'us':>7}    {'bound by':12}{'next':18}"
+          f"{'registers':>9}{'shared':>8}{'warps/SM':>9}   instructions")
     for part in parts:
         first, second = sorted(part["resources"], key=part["resources"].get)[:-3:-1]
         mix = ", ".join(f"{name} {n:.0f}" for name, n in part["instructions"].items() if name != "issue" and n >= 1)
-        print(f"      {part['kernel']:13}{part['microseconds']:7.1f}    {first:12}{second:11}{part['resources'][second]:5.1f}  "
-              f"{part['registers']:9}{part['shared']:8}{part['warps_per_sm']:9}   {part['instructions']['issue']:.0f}: {mix}")
+        print(f"      {part['kernel']:13}{part['microseconds']:7.1f}    "
+              f"{first:12}{second:11}{part['resources'][second]:5.1f}  "
+              f"{part['registers']:9}{part['shared']:8}{part['warps_per_sm']:9}   "
+              f"{part['instructions']['issue']:.0f}: {mix}")
     print()
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="bench.py predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="bench.py predict", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", choices=[*GPUS, "all"], default="all")
     parser.add_argument("--row", choices=PAPER, nargs="+", default=list(PAPER))
-    parser.add_argument("--share", type=float, default=PIPE_SHARE, help="of issue slots and pipes that a kernel reaches (%(default)s)")
-    parser.add_argument("--kernels", action="store_true", help="every kernel: what binds it, registers, occupancy, instructions")
+    parser.add_argument("--share", type=float, default=PIPE_SHARE,
+                        help="of issue slots and pipes that a kernel reaches (%(default)s)")
+    parser.add_argument("--kernels", action="store_true",
+                        help="every kernel: what binds it, registers, occupancy, instructions")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
     options = parser.parse_args(arguments)
     if kernels.triton is None:
-        raise SystemExit("bench.py predict: triton, which compiles the kernels, is not installed (Linux only): pip install triton")
+        raise SystemExit("bench.py predict: triton, which compiles the kernels, is not installed (Linux only): "
+                         "pip install triton")
     if not 0 < options.share <= 1:
         raise SystemExit(f"bench.py predict: --share {options.share} must lie above 0 and be at most 1")
-    results = [predict(row, gpu, options.share) for gpu in (GPUS if options.gpu == "all" else [options.gpu]) for row in options.row]
+    results = [predict(row, gpu, options.share)
+               for gpu in (GPUS if options.gpu == "all" else [options.gpu]) for row in options.row]
     show(results, options.kernels)
     if options.json:
         with open(options.json, "w") as file:

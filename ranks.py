@@ -12,21 +12,38 @@ import torch.distributed as dist
 from helpers import UserError
 
 
+def pick_device(name):
+    """The torch.device of a user's word: auto, cpu, cuda or cuda:1."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or number and not number.isdecimal():
+        raise UserError(f"there is no device {name!r}: the names are auto, cpu, cuda and cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r}, but torch finds no GPU: use cpu, or install a CUDA build of torch")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name!r}, but there are only {torch.cuda.device_count()} GPUs, the first cuda:0")
+    return torch.device(kind if kind == "cpu" else name)
+
+
 def start_ranks(device):
     """(rank, ranks, device); joins the process group that torchrun describes."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("device='cuda', but torch finds no GPU: use --device=cpu, or install a CUDA build of torch")
+    device = pick_device(device)
     if "RANK" not in os.environ:
-        return 0, 1, torch.device(device)
-    if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        return 0, 1, device
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    wrong = [name for name in numbers if not os.environ.get(name, "").isdecimal()]
+    wrong += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    if wrong:
+        raise UserError(f"RANK is set, but missing or wrong: {', '.join(wrong)}. Start several ranks with torchrun, or "
+                        "unset RANK")
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     store, rank, ranks = next(dist.rendezvous("env://"))
     store = store_of_this_attempt(store, rank, ranks)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", store=store, rank=rank, world_size=ranks)
-    return rank, ranks, torch.device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
+    return rank, ranks, device
 
 
 def store_of_this_attempt(store, rank, ranks):

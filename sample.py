@@ -67,7 +67,7 @@ def mark(text, words, before, after):
 
 def columns(left, right, words, width, colour):
     """Two texts side by side, as lines. Marks that a terminal shows as colour take no room; stars do."""
-    half = (width - 3) // 2
+    half = max(8, (width - 3) // 2)
     if not colour:
         left, right = (mark(text, words, "*", "*") for text in (left, right))
     wrapped = [[line for part in text.split("\n") for line in textwrap.wrap(part, half) or [""]]
@@ -110,9 +110,7 @@ def check_concept(concept):
 
 
 def make_vector(run, concept, options):
-    """The vector that the options ask for."""
-    if options.vector:
-        return Vector.load(options.vector, run.model)
+    """The vector of a concept, from texts."""
     if options.positive or options.negative:
         if not (options.positive and options.negative):
             raise UserError("a contrast needs both --positive FILE and --negative FILE")
@@ -129,6 +127,17 @@ def make_vector(run, concept, options):
         vector.save(options.save_vector)
         print(f"wrote {options.save_vector}")
     return vector
+
+
+def first_vector(run, options):
+    """The vector that the command line asks for, or None."""
+    if not (options.vector or options.steer or options.positive or options.negative):
+        return None
+    if not options.vector:
+        return make_vector(run, options.steer or "the positive text", options)
+    if options.steer or options.positive or options.negative:
+        raise UserError("--vector FILE is a vector already: leave --steer, --positive and --negative off")
+    return Vector.load(options.vector, run.model)
 
 
 def words_of(run, concept):
@@ -268,7 +277,9 @@ def show_feature(run, name, options):
 
 def interact(run, options):
     """Prompts and commands until the input ends."""
-    vectors, concept, alpha, seed = {}, options.steer or options.vector, options.alpha, options.seed
+    vector, alpha, seed = first_vector(run, options), options.alpha, options.seed
+    concept = vector and vector.concept
+    vectors = {None: None, concept: vector}
     print(HELP)
     while True:
         try:
@@ -280,23 +291,21 @@ def interact(run, options):
             if command == "/quit":
                 return
             elif command == "/steer":
-                alpha = float(words[1]) if len(words) > 1 else alpha
+                alpha = ALPHA(words[1]) if len(words) > 1 else alpha
                 if words and words[0] not in vectors:
                     vectors[words[0]] = make_vector(run, words[0], options)
                 concept = words[0] if words else None
             elif command == "/alpha":
-                alpha = float(words[0])
+                alpha = ALPHA(words[0])
             elif command == "/seed":
-                seed = int(words[0])
+                seed = SEED(words[0])
             elif command:
                 print(HELP)
             else:
-                if concept and concept not in vectors:
-                    vectors[concept] = make_vector(run, concept, options)
                 prompt = prompt_tokens(run, line)
                 print(line, end="")
-                write_sample(run, prompt, options, seed, vectors.get(concept), alpha)
-        except UserError as error:
+                write_sample(run, prompt, options, seed, vectors[concept], alpha)
+        except (UserError, argparse.ArgumentTypeError) as error:
             print(error)
         except (ValueError, IndexError):
             print(f"{command} needs a number\n{HELP}")
@@ -304,14 +313,17 @@ def interact(run, options):
             print()
 
 
+ALPHA, SEED = within(float, -1e6, 1e6), within(int, 0, 2 ** 62)
+
+
 def numbers(text):
-    return [float(part) for part in text.split(",")]
+    return [ALPHA(part) for part in text.split(",")]
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", help="a run's folder or checkpoint; the newest in out/ if not given")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     text = parser.add_argument_group("generate")
     text.add_argument("--prompt", metavar="TEXT", help="what to go on from")
     text.add_argument("--prompt-file", metavar="FILE", help="the same, from a file")
@@ -323,7 +335,7 @@ def parse(arguments):
     text.add_argument("--top-k", type=within(int, 1), metavar="N", help="only the N likeliest tokens")
     text.add_argument("--top-p", type=within(float, 0, 1, open_low=True), default=0.9, metavar="P",
                       help="only the likeliest tokens with probability P together (0.9)")
-    text.add_argument("--seed", type=within(int, 0), default=0, metavar="N",
+    text.add_argument("--seed", type=SEED, default=0, metavar="N",
                       help="the same seed gives the same text (0)")
     look = parser.add_argument_group("look at features")
     look.add_argument("--features", action="store_true",
@@ -337,7 +349,7 @@ def parse(arguments):
     bend = parser.add_argument_group("steer")
     bend.add_argument("--steer", metavar="CONCEPT",
                       help="a topic of the toy world, or a name for the contrast of two files")
-    bend.add_argument("--alpha", type=float, metavar="A", help="how strongly (1)")
+    bend.add_argument("--alpha", type=ALPHA, metavar="A", help="how strongly (1)")
     bend.add_argument("--alphas", type=numbers, metavar="A,B,...", help="compare these, as in 0,0.5,1,2")
     bend.add_argument("--k", type=within(int, 1), default=256, metavar="N", help="features of each layer (256)")
     bend.add_argument("--fit", type=within(int, 0), default=100, metavar="STEPS",
@@ -374,8 +386,7 @@ def main(arguments):
         show_features(run, prompt, options.top)
     elif options.steer_eval:
         steer_eval(run, options)
-    elif options.steer or options.vector or options.positive or options.negative:
-        vector = make_vector(run, options.steer or "the positive text", options)
+    elif vector := first_vector(run, options):
         sweep(run, prompt, vector, options) if options.alphas else show_steering(run, prompt, vector, options)
     else:
         for number in range(options.samples or 1):

@@ -38,7 +38,12 @@ class Question(NamedTuple):
 
 def hellaswag(record):
     context = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    return Question(clean(context), [" " + clean(ending) for ending in record["endings"]], int(record["label"]))
+    endings, label = record["endings"], int(record["label"])
+    if not isinstance(endings, list) or not all(isinstance(ending, str) and clean(ending) for ending in endings):
+        raise ValueError("its endings must be a list of texts that are not empty")
+    if not 0 <= label < len(endings):
+        raise ValueError(f"its label is {label}, but it has the endings 0 to {len(endings) - 1}")
+    return Question(clean(context), [" " + clean(ending) for ending in endings], label)
 
 
 def clean(text):
@@ -49,6 +54,8 @@ def clean(text):
 
 def lambada(record):
     context, _, word = record["text"].rpartition(" ")
+    if not word:
+        raise ValueError("its text must end in a word")
     return Question(context, [" " + word], 0)
 
 
@@ -80,7 +87,7 @@ def questions(name, folder=None, limit=None):
         try:
             found.append({"hellaswag": hellaswag, "lambada": lambada}[name](record))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"record {number} of {where} is no question of {name} ({error!r}): "
+            raise UserError(f"record {number} of {where} is no question of {name} ({type(error).__name__}: {error}): "
                             "get the data again") from None
     if not found:
         raise UserError(f"{where} holds no questions: get the data again")
@@ -107,8 +114,10 @@ def read_lines(path):
             for number, line in enumerate(file, 1):
                 try:
                     yield json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(f"{path}, line {number}, is not JSON ({error}): get the file again") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 ({error}): get the file again") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): give the folder that has it with --data DIR, "
                         "or leave --data off to read from the Hugging Face hub") from None

@@ -41,7 +41,7 @@ def brute_dictionary(d, m):
 def brute_code(x, bits, active, generators, mean, std, phi):
     """Indices and coefficients of one token, in float64, level by level."""
     z = (phi @ x - mean) / std
-    indices, candidates = [], range(2 ** bits[0])
+    indices, chosen, candidates = [], [], range(2 ** bits[0])
     for level, k in enumerate(active):
         if level:
             candidates = {i ^ g for i in chosen for g in generators[level - 1]}
@@ -97,7 +97,7 @@ def test_code_of_random_inputs_equals_brute_force(path, method, shape, monkeypat
 @pytest.mark.parametrize("shape", [TWO, THREE], ids=["2 levels", "3 levels"])
 @pytest.mark.parametrize("path, method", PATHS)
 def test_code_of_adversarial_inputs_equals_brute_force(path, method, shape, monkeypatch):
-    """At mean 0 and std 1 these scores are exact in float32 (sums of small integers times powers of two), ties and all."""
+    """At mean 0, std 1 these scores are exact in float32 (sums of small integers times powers of two), ties and all."""
     layer, brute, _ = make(path, method, monkeypatch, moments=False, **shape)
     x = adversarial(shape["d"])
     code = layer.encode(x)
@@ -151,7 +151,7 @@ def test_structure_of_the_code():
     layer = DeepParityBottleneck(d=128, bits=(7, 12, 14), active=(8, 16, 24), children=(64, 48), seed=5)
     code = layer.encode(torch.randn(4, 50, 128))
     assert code.indices.shape == code.coefs.shape == (4, 50, 48) and code.indices.dtype == torch.int64
-    start = 0
+    parents, start = None, 0
     for level, k in enumerate(layer.active):
         own = code.indices[..., start : start + k].reshape(-1, k)
         size = code.coefs[..., start : start + k].abs()
@@ -165,7 +165,9 @@ def test_structure_of_the_code():
         parents, start = own, start + k
 
 
-@pytest.mark.parametrize("bits, children", [((7, 12), (31,)), ((7, 12), (64,)), ((7, 10, 14), (7, 30)), ((7, 9, 11, 13), (6, 6, 6))])
+@pytest.mark.parametrize("bits, children", [
+    ((7, 12), (31,)), ((7, 12), (64,)), ((7, 10, 14), (7, 30)), ((7, 9, 11, 13), (6, 6, 6)),
+])
 def test_every_feature_is_reachable(bits, children):
     for seed in range(5):
         layer = DeepParityBottleneck(128, bits, (4,) * len(bits), children, seed=seed)
@@ -235,7 +237,10 @@ def test_a_bad_token_is_nan_alone_and_moves_no_moments(bad):
 
 
 def brute_moments(layer, x, mean, var):
-    """One update in words, float64: every token sampled, the moments of each feature over the tokens that had it as a candidate."""
+    """One update in words, float64: every token sampled.
+
+    The moments of each feature are over the tokens that had it as a candidate.
+    """
     generators = layer.generators_1.tolist()
     phi = brute_dictionary(layer.d, layer.m)
     scores = {i: [] for i in range(layer.m)}
@@ -258,7 +263,7 @@ def test_moments_move_as_defined():
     layer = DeepParityBottleneck(**TWO, decay=0.9, samples=32)
     layer.passes = 2  # of 16 tokens each: every token is a sample
     mean, var = np.zeros(layer.m), np.ones(layer.m)
-    for step in range(3):
+    for _ in range(3):
         x = torch.randn(32, 64) * 2 + 0.5
         layer.eval()(x)  # evaluation never moves them
         layer.train()(x[:16])
@@ -301,7 +306,8 @@ def test_moments_converge_to_the_true_candidate_moments():
         layer(x)
         update_moments(layer)
     mean, var = layer.mean.double().numpy(), layer.var.double().numpy()
-    again = brute_moments(layer, x, mean, var)  # one more step by brute force changes nothing that a selection does not flip
+    # One more step by brute force changes nothing that a selection does not flip
+    again = brute_moments(layer, x, mean, var)
     assert np.mean(np.abs(again[0] - mean) < 1e-3) > 0.95
     assert np.mean(np.abs(again[1] - var) < 1e-2) > 0.95
     true = (x.double() @ torch.from_numpy(brute_dictionary(64, 64)).T).numpy()  # level 0: every token is a candidate

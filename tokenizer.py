@@ -17,9 +17,10 @@ import os
 import regex  # comes with tiktoken, whose patterns need it
 import tiktoken
 
-from helpers import UserError
+from helpers import UserError, read_json
 
 END = "<|endoftext|>"
+RESTORE = "Restore it from a copy, or prepare the data again in a new folder"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
@@ -156,7 +157,7 @@ def unpack_tokenizer(packed, path="this tokenizer"):
             ranks = {base64.b64decode(token): rank for rank, token in enumerate(packed["ranks"])}
             encoding = tiktoken.Encoding(packed["name"], pat_str=packed["pattern"], mergeable_ranks=ranks,
                                          special_tokens=packed["special"])
-        except (KeyError, TypeError, ValueError):
+        except Exception:  # whatever tiktoken makes of it
             encoding = None
     if encoding is None or pack_tokenizer(encoding)["id"] != packed.get("id"):
         raise UserError(f"{path} is damaged, or not ours: its content does not match its id. "
@@ -169,12 +170,7 @@ def load_tokenizer(folder):
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(path):
         raise UserError(f"{path} is missing: {folder} is no folder that data.py has made")
-    with open(path) as file:
-        try:
-            packed = dict(json.load(file))
-        except ValueError:
-            packed = {}
-    return unpack_tokenizer(packed, path)
+    return unpack_tokenizer(read_json(path, RESTORE), path)
 
 
 def make_tokenizer(spec, texts, limit, pattern=GPT2_PATTERN, words=()):

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import config as configs
 import data
 import plot
-from checkpoint import checkpoint_path, load, load_newest, save
+from checkpoint import checkpoint_path, load, load_newest, load_weights, save
 from dpb import DeepParityBottleneck, update_moments
 from features import FeatureCounts
 from helpers import UserError, locked, progress, provenance, run_script, say, whole_file, write_json
@@ -226,7 +226,10 @@ def restore(run, checkpoint):
     if checkpoint["tokenizer"]["id"] != run.tokens.tokenizer_id:
         raise UserError(f"{config.out} was trained on data of another tokenizer than {config.data}'s: give its own "
                         "--data, or start over with --fresh=true")
-    run.model.load_state_dict(checkpoint["model"])
+    if "optimizer" not in checkpoint:
+        raise UserError(f"{config.out} holds a checkpoint without the optimiser's state, which cannot go on: start "
+                        "over with --fresh=true, or use it with --init_from from another --out")
+    load_weights(run.model, checkpoint["model"], config.out)
     run.optimizer.load_state_dict(checkpoint["optimizer"])
     run.saved = True
     for name in ("step", "best", "best_step", "stopped", "fresh"):
@@ -243,10 +246,7 @@ def take_weights(run, path):
     if content["tokenizer"]["id"] != run.tokens.tokenizer_id:
         raise UserError(f"{path} was trained on data of another tokenizer than {run.config.data}'s: "
                         "prepare the data with its tokenizer (data.py text --tokenizer DIR)")
-    try:
-        run.model.load_state_dict(content["model"])
-    except RuntimeError as error:
-        raise UserError(f"{path} holds another model than this config: {error}") from error
+    load_weights(run.model, content["model"], path)
     say(f"starting from the weights of {path}")
 
 
@@ -539,6 +539,9 @@ def finish(config):
 
 
 def main(arguments):
+    if {"-h", "--help"} & set(arguments):
+        title = "Settings of a config file or --key=value, with their defaults:"
+        return print(f"{__doc__}\n{title}\n\n{configs.describe()}")
     try:
         train(configs.load(arguments))
     finally:

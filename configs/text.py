@@ -2,8 +2,8 @@
 
     python data.py text YOUR_FILES --out data/text && python train.py configs/text.py
 
-Cost: some minutes on 2 CPU cores. Result, measured (seed 0) on 1.2M tokens of OpenWebText and FineWeb-Edu: validation loss
-7.064, dead features 0.20% and 1.63%. That is a short run on little data: raise max_steps, d and layers for more.
+Cost: some minutes on 2 CPU cores. Result, measured (seed 0) on 1.2M tokens of OpenWebText and FineWeb-Edu: validation
+loss 7.064, dead features 0.20% and 1.63%. That is a short run on little data: raise max_steps, d and layers for more.
 """
 layers = 4
 d = 128

@@ -20,12 +20,16 @@ def test_every_config_of_the_repo_is_sound_and_says_what_it_is():
         assert config.load([path]).out == "out/" + path[8:-3]
         with open(path) as file:
             opening = file.read().split('"""')[1]
-        assert "expect" in opening or "measured" in opening or "paper has no" in opening or "no benchmark" in opening, path
+        assert ("expect" in opening or "measured" in opening
+                or "paper has no" in opening or "no benchmark" in opening), path
 
 
 def test_values_expressions_and_overrides(tmp_path):
-    read = load(tmp_path, '"""A run."""\nbatch_tokens = 4 * 1024\nmax_steps = 10_000_000 // batch_tokens\nmuon_lr = 1e-2\nbits = [10, 15]\n',
-                "--max_steps=1e3", "--fresh=true", "--active=8,16", "--stop_at_val_loss=3", "--data=some/where", "--bottleneck=none")
+    read = load(tmp_path,
+                '"""A run."""\nbatch_tokens = 4 * 1024\nmax_steps = 10_000_000 // batch_tokens\n'
+                'muon_lr = 1e-2\nbits = [10, 15]\n',
+                "--max_steps=1e3", "--fresh=true", "--active=8,16",
+                "--stop_at_val_loss=3", "--data=some/where", "--bottleneck=none")
     assert (read.batch_tokens, read.max_steps, read.muon_lr, read.bits) == (4096, 1000, 0.01, (10, 15))
     assert (read.fresh, read.active, read.stop_at_val_loss, read.data) == (True, (8, 16), 3.0, "some/where")
     assert read.bottleneck == "none"

@@ -41,11 +41,13 @@ def shared(monkeypatch):
 def sentences(n, seed=0):
     """n different documents of 1 to 60 words, some of two lines."""
     rng = random.Random(seed)
-    return [str(i) + "".join(rng.choice(" \n ") + rng.choice(WORDS) for _ in range(rng.randint(1, 60))) for i in range(n)]
+    return [str(i) + "".join(rng.choice(" \n ") + rng.choice(WORDS) for _ in range(rng.randint(1, 60)))
+            for i in range(n)]
 
 
 def write_jsonl(path, texts, field="text"):
-    path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)), encoding="utf-8")
+    path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)),
+                    encoding="utf-8")
     return str(path)
 
 
@@ -91,7 +93,7 @@ def naive_bpe(counts, size):
             break
         if best[0] + best[1] not in ranks:
             ranks.append(best[0] + best[1])
-        for word, parts in words.items():
+        for parts in words.values():
             at = 0
             while at + 1 < len(parts):
                 if (parts[at], parts[at + 1]) == best:
@@ -118,7 +120,8 @@ def test_bpe_round_trips_any_text_and_any_bytes():
     assert encoding.n_vocab == 330
     rng = random.Random(1)
     for length in (0, 1, 7, 300):
-        text = "".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 2 ** 20), 32])) for _ in range(length))
+        text = "".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 2 ** 20), 32]))
+                       for _ in range(length))
         assert encoding.decode(encode(encoding, text).tolist()) == text
         raw = rng.randbytes(length)
         assert encoding.decode_bytes(encoding._encode_bytes(raw)) == raw
@@ -276,7 +279,7 @@ def test_bad_files_are_named_with_the_remedy(tmp_path):
 
 
 def test_half_characters_in_json_do_not_stop_a_run(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join('{"text": "%d half \\ud800 character"}\n' % i for i in range(40)))
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i} half \\ud800 character"}}\n' for i in range(40)))
     prepare(data.text_source([str(tmp_path / "a.jsonl")]), str(tmp_path / "out"), "bpe:300", val_fraction=0.2)
     assert "half \N{REPLACEMENT CHARACTER} character" in documents(str(tmp_path / "out"), "train")[0]
 
@@ -443,8 +446,8 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, kind, fuse):
     options = [*arguments[1:], "--tokenizer", "bpe:400", "--val-fraction", "0.3", "--shard-tokens", "5003"]
     whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
     data.main([arguments[0], "--out", whole, *options])
-    result = subprocess.run([sys.executable, "-c", KILLER, str(fuse), arguments[0], "--out", broken, *options], cwd=ROOT,
-                            capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", KILLER, str(fuse), arguments[0], "--out", broken, *options],
+                            cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and int(result.stdout) > 5, result.stderr
     assert content(broken) == content(whole) and len(Tokens(whole).shards) > 3
 
@@ -469,7 +472,7 @@ def test_a_full_disk_keeps_finished_shards_and_the_run_continues(tmp_path, monke
     for place in ("append", "fsync"):
         calls = itertools.count()
 
-        def full(function, limit):
+        def full(function, limit, calls=calls):
             def run(*arguments):
                 if next(calls) >= limit:
                     raise OSError(errno.ENOSPC, "No space left on device")
@@ -656,7 +659,8 @@ def test_the_command_line(tmp_path):
     result = command("text", text, "--out", tmp_path / "out", "--tokenizer", "bpe:300", "--val-fraction", "0.2")
     assert result.returncode == 0, result.stderr
     info = command("info", tmp_path / "out")
-    assert info.returncode == 0 and all(word in info.stdout for word in ("documents", "tokenizer bpe:300", "; finished"))
+    assert (info.returncode == 0
+            and all(word in info.stdout for word in ("documents", "tokenizer bpe:300", "; finished")))
     assert command("check", tmp_path / "out").stdout.endswith("2 shards are as they were written\n")
     wrong = command("text", tmp_path / "b.jsonl", "--out", tmp_path / "out2")
     assert wrong.returncode == 1

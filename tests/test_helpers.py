@@ -45,7 +45,8 @@ def test_a_reader_who_leaves_and_a_letter_that_a_terminal_lacks():
     for redirect in "| head -1", ">&-", "2>&-", "> /dev/full":
         script = f"import sys; sys.path.insert(0, {ROOT!r}); from helpers import *\n" \
                  "run_script(lambda arguments: [say('line') for _ in range(100000)])"
-        run = subprocess.run(f"'{sys.executable}' -c \"{script}\" {redirect}", shell=True, capture_output=True, text=True)
+        command = f"'{sys.executable}' -c \"{script}\" {redirect}"
+        run = subprocess.run(command, shell=True, capture_output=True, text=True)
         assert "Traceback" not in run.stderr and "Exception" not in run.stderr, (redirect, run.stderr)
 
 
@@ -59,7 +60,8 @@ def test_a_file_is_whole_or_the_old_one(tmp_path):
     with pytest.raises(ZeroDivisionError), helpers.whole_file(path, keep=kept) as file:
         file.write("three" * 1000)
         raise ZeroDivisionError
-    assert sorted(os.listdir(tmp_path)) == ["file", "kept"] and open(path).read() == "two" and open(kept).read() == "one"
+    assert sorted(os.listdir(tmp_path)) == ["file", "kept"]
+    assert open(path).read() == "two" and open(kept).read() == "one"
 
 
 def test_there_is_a_file_at_every_moment_of_its_replacement(tmp_path, monkeypatch):
@@ -86,3 +88,25 @@ def test_small_figures_and_rows(capsys):
     assert capsys.readouterr().out == "ab      cd\n"
     assert helpers.suggest("laers", ["layers", "seed"]) == ": did you mean 'layers'?"
     assert helpers.suggest("zzz", ["layers", "seed"]) == ": the names are layers, seed"
+
+
+def test_json_comes_back_as_it_was_or_is_damaged(tmp_path):
+    path = str(tmp_path / "file.json")
+    content = {"b": 1, "a": [1.5, None, "x"], "c": {"10": 1, "9": 2}}
+    helpers.write_json(path, {"b": 1, "a": (1.5, None, "x"), "c": {10: 1, 9: 2}}, indent=1)
+    assert helpers.read_json(path, "") == content
+    raw = open(path, "rb").read()
+    for bit in range(8 * len(raw)):
+        damaged = bytearray(raw)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with open(path, "wb") as file:
+            file.write(damaged)
+        try:
+            found = helpers.read_json(path, "Make it again.")
+            assert found.items() >= content.items(), damaged  # the name "checksum" itself, or a blank
+        except helpers.UserError as error:
+            assert str(error).startswith(f"{path} is damaged (") and str(error).endswith("Make it again.")
+    for text in "[1]", "{", "", "[" * 100_000, "7" * 5_000:
+        (tmp_path / "file.json").write_text(text)
+        with pytest.raises(helpers.UserError, match="is damaged"):
+            helpers.read_json(path, "")

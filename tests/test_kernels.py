@@ -47,7 +47,8 @@ def level(d, m, N, P, D, seed=0, low=None, dtype=torch.float32):
     rng = torch.Generator().manual_seed(seed)
     low = low or d
     x = torch.randn(N, d, generator=rng).to(dtype)
-    parents = torch.stack([torch.randperm(low, generator=rng)[:P] for _ in range(N)]) if N else torch.zeros(0, P, dtype=torch.int64)
+    parents = (torch.stack([torch.randperm(low, generator=rng)[:P] for _ in range(N)])
+               if N else torch.zeros(0, P, dtype=torch.int64))
     high = torch.randint(1, m // low, (D,), generator=rng) * low
     generators = (high | torch.randint(0, low, (D,), generator=rng)).unique()
     mean, rstd = torch.randn(m - low, generator=rng) / 4, 0.5 + torch.rand(m - low, generator=rng)
@@ -67,8 +68,8 @@ def brute_select(z, parents, generators, k):
 
 
 DECODE_SHAPES = [  # N, d, m, K
-    (1, 8, 64, 1), (5, 16, 256, 7), (4, 32, 1024, 6), (3, 64, 64, 5), (7, 128, 4096, 24), (33, 256, 2 ** 12, 3), (2, 1024, 2 ** 15, 48),
-    (3, 2048, 2 ** 17, 112), (2, 4096, 2 ** 22, 256), (0, 128, 4096, 24),
+    (1, 8, 64, 1), (5, 16, 256, 7), (4, 32, 1024, 6), (3, 64, 64, 5), (7, 128, 4096, 24), (33, 256, 2 ** 12, 3),
+    (2, 1024, 2 ** 15, 48), (3, 2048, 2 ** 17, 112), (2, 4096, 2 ** 22, 256), (0, 128, 4096, 24),
 ]
 
 
@@ -83,7 +84,8 @@ def test_decode_and_dot_equal_reference(use, path, N, d, m, K):
     y, s = ops.parity_decode(indices, coefs, d, m), ops.parity_dot(indices, x, m)
     assert y.shape == (N, d) and s.shape == (N, K) and y.dtype == s.dtype == torch.float32
     if N:
-        assert_as_exact_as_torch(y, kernels.decode_reference(indices, coefs, d), kernels.decode_reference(indices, coefs.double(), d))
+        assert_as_exact_as_torch(y, kernels.decode_reference(indices, coefs, d),
+                                 kernels.decode_reference(indices, coefs.double(), d))
         assert_as_exact_as_torch(s, kernels.dot_reference(indices, x), kernels.dot_reference(indices, x.double()))
 
 
@@ -103,19 +105,22 @@ def test_decode_to_the_norm_of_x(use, path, N, d, m, K, dtype):
     rng = torch.Generator().manual_seed(d)
     indices = torch.randint(0, m, (N, K), generator=rng)
     indices[:, : K // 3] %= d
-    coefs, x = torch.randn(N, K, generator=rng).requires_grad_(), torch.randn(N, d, generator=rng).to(dtype).requires_grad_()
+    coefs, x = (torch.randn(N, K, generator=rng).requires_grad_(),
+                torch.randn(N, d, generator=rng).to(dtype).requires_grad_())
     grad = torch.randn(N, d, generator=rng).to(dtype)
     y = ops.parity_decode(indices, coefs, d, m, like=x)
     got = y, *torch.autograd.grad(y, (coefs, x), grad)
-    assert [v.dtype for v in got] == [dtype, torch.float32, dtype] and [v.shape for v in got] == [x.shape, coefs.shape, x.shape]
+    assert ([v.dtype for v in got] == [dtype, torch.float32, dtype]
+            and [v.shape for v in got] == [x.shape, coefs.shape, x.shape])
     plain, exact = [], []
     for results, kind in (plain, torch.float32), (exact, torch.float64):
         c, v = (t.detach().to(kind).requires_grad_() for t in (coefs, x))
         out = rescaled(indices, c, v)
         results += [out, *torch.autograd.grad(out, (c, v), grad.to(kind))]
     if N:  # the interpreter cuts bfloat16 off where a GPU rounds: within the last bit
-        of_y, of_x, of_grad = (v.detach().double().norm(dim=1) for v in (kernels.decode_reference(indices, coefs, d), x, grad))
-        sizes = 0.0, (of_grad * of_x / of_y).max(), 0.0  # with K = 1 the gradient of the coefficient is a difference of equals
+        of_y, of_x, of_grad = (v.detach().double().norm(dim=1)
+                               for v in (kernels.decode_reference(indices, coefs, d), x, grad))
+        sizes = 0.0, (of_grad * of_x / of_y).max(), 0.0  # if K = 1 the coefficient's gradient is a difference of equals
         for value, one, two, size in zip(got, plain, exact, sizes):
             assert_as_exact_as_torch(value, one.to(value.dtype), two, size)
 
@@ -138,7 +143,9 @@ def test_norms_of_huge_and_tiny_rows(use, path, scale):
 def test_wrong_values_stay_in_their_token(use):
     use("triton")
     indices, coefs, x, grad = torch.full((3, 2), 70), torch.ones(3, 2), torch.ones(3, 64), torch.ones(3, 64)
-    for change in (lambda i, c, v: i[1].fill_(-1), lambda i, c, v: c[1].fill_(float("nan")), lambda i, c, v: v[1].fill_(float("inf"))):
+    for change in (lambda i, c, v: i[1].fill_(-1),
+                   lambda i, c, v: c[1].fill_(float("nan")),
+                   lambda i, c, v: v[1].fill_(float("inf"))):
         arguments = indices.clone(), coefs.clone(), x.clone()
         change(*arguments)
         y, *saved = kernels.decode_like_triton(*arguments, 1024)
@@ -176,11 +183,12 @@ def test_work_in_many_chunks_gives_the_same(use, monkeypatch, path):
     use(path)
     results = []
     for size in 2 ** 24, 1024:  # all at once, or one or a few tokens at a time
-        monkeypatch.setattr(ops, "chunks", lambda N, elements, most=None: kernels_cpu.chunks(N, elements, size))
+        monkeypatch.setattr(ops, "chunks",
+                            lambda N, elements, most=None, size=size: kernels_cpu.chunks(N, elements, size))
         monkeypatch.setattr(kernels_cpu, "CHUNK", size)
         indices, coefs, z = ops.search_children(*arguments, 7, "gemm", rows)
-        results.append([indices, coefs, z, ops.score_children(*arguments, "gemm"), ops.parity_dot(indices, arguments[0], 1024),
-                        ops.parity_decode(indices, coefs, 64, 1024)])
+        results.append([indices, coefs, z, ops.score_children(*arguments, "gemm"),
+                        ops.parity_dot(indices, arguments[0], 1024), ops.parity_decode(indices, coefs, 64, 1024)])
     assert len(kernels_cpu.chunks(37, 4 * 64)) > 5
     for whole, cut in zip(*results):
         torch.testing.assert_close(cut, whole, rtol=1e-6, atol=1e-6)
@@ -196,7 +204,8 @@ def test_many_tokens(use):
 
 
 SCORE_SHAPES = [  # d, m, N, P, D, low
-    (8, 64, 3, 4, 6, 8), (16, 256, 1, 1, 1, 16), (32, 1024, 3, 4, 9, 32), (64, 1024, 7, 3, 33, 64), (128, 4096, 5, 8, 64, 128), (128, 4096, 0, 8, 64, 128),
+    (8, 64, 3, 4, 6, 8), (16, 256, 1, 1, 1, 16), (32, 1024, 3, 4, 9, 32), (64, 1024, 7, 3, 33, 64),
+    (128, 4096, 5, 8, 64, 128), (128, 4096, 0, 8, 64, 128),
     (128, 2 ** 14, 9, 16, 40, 2 ** 12), (256, 2 ** 13, 2, 3, 20, 2 ** 11), (512, 2 ** 13, 3, 5, 20, 512),
     (1024, 2 ** 15, 2, 16, 256, 1024), (2048, 2 ** 13, 2, 3, 17, 2048), (4096, 2 ** 13, 1, 3, 17, 4096),
 ]
@@ -210,7 +219,8 @@ def test_scores_equal_reference(use, path, method, d, m, N, P, D, low):
     z = ops.score_children(*arguments, method)
     assert z.shape == (N, P * len(rest[1])) and z.dtype == torch.float32
     if N:
-        exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+        exact = kernels.score_reference(
+            x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
         assert_as_exact_as_torch(z, kernels.score_reference(x, *rest), exact)
 
 
@@ -218,7 +228,8 @@ def test_transform_of_a_million_features(use):
     """More than 512 patterns: the second block of their words."""
     x, *rest = arguments = level(1024, 2 ** 20, 2, 2, 40, low=2 ** 19)
     use("c")
-    exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+    exact = kernels.score_reference(
+        x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
     assert_as_exact_as_torch(ops.score_children(*arguments, "transform"), kernels.score_reference(x, *rest), exact)
 
 
@@ -228,7 +239,8 @@ def test_scores_of_half_precision_inputs(use, path, method, dtype):
     x, *rest = level(64, 1024, 5, 3, 20, dtype=dtype)
     use(path)
     z = ops.score_children(x, *rest, method)
-    exact = kernels.score_reference(x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+    exact = kernels.score_reference(
+        x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
     assert_as_exact_as_torch(z, kernels.score_reference(x.float(), *rest), exact)
 
 
@@ -240,7 +252,8 @@ def test_selection_equals_brute_force(use, path, d, m, N, P, D, k):
     children = (parents[:, :, None] ^ generators).flatten(1)
     torch.manual_seed(k)
     use(path)
-    for values in (torch.randn(N, m), torch.randint(-3, 4, (N, m)).float(), torch.zeros(N, m), torch.full((N, m), -2.0)):
+    for values in (torch.randn(N, m), torch.randint(-3, 4, (N, m)).float(),
+                   torch.zeros(N, m), torch.full((N, m), -2.0)):
         z = values.gather(1, children)  # equal children have equal scores; small integers and constants tie
         indices, coefs = ops.select_distinct(z, parents, generators, k)
         expected = brute_select(z, parents, generators, k)
@@ -268,8 +281,10 @@ def test_level_0_selects_the_largest_standardised_coordinates(use, path, N, d, k
     use(path)
     rng = torch.Generator().manual_seed(d)
     mean, rstd = torch.randn(d, generator=rng) / 4, 0.5 + torch.rand(d, generator=rng)
-    for x, moments in ((torch.randn(N, d, generator=rng), (mean, rstd)), (torch.randint(-2, 3, (N, d), generator=rng), (mean * 0, rstd * 0 + 1)),
-                       (torch.zeros(N, d), (mean * 0, rstd)), (torch.randn(N, d, generator=rng).where(torch.arange(d) != 5, float("nan")), (mean, rstd))):
+    for x, moments in ((torch.randn(N, d, generator=rng), (mean, rstd)),
+                       (torch.randint(-2, 3, (N, d), generator=rng), (mean * 0, rstd * 0 + 1)),
+                       (torch.zeros(N, d), (mean * 0, rstd)),
+                       (torch.randn(N, d, generator=rng).where(torch.arange(d) != 5, float("nan")), (mean, rstd))):
         x = x.to(dtype)
         z = (x.float() - moments[0]) * moments[1]
         expected = kernels.select_reference(z, torch.zeros(N, 1, dtype=torch.int64), torch.arange(d), k)
@@ -336,7 +351,8 @@ def test_gradient_of_scores_equals_autograd_through_the_reference(use, path, met
 def test_gradcheck_in_float64():
     torch.manual_seed(0)
     indices = torch.tensor([[0, 5, 9, 63], [7, 8, 20, 21]])
-    coefs, x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    coefs, x = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True),
+                torch.randn(2, 8, dtype=torch.float64, requires_grad=True))
     assert torch.autograd.gradcheck(lambda c: ops.parity_decode(indices, c, 8), coefs)
     assert torch.autograd.gradgradcheck(lambda v: ops.parity_dot(indices, v).square(), x)
     _, *rest = level(8, 64, 2, 3, 5)
@@ -402,7 +418,8 @@ def test_an_index_out_of_range_is_an_error_on_a_cpu(use, path, wrong):
         ops.search_children(x, parents, *rest, 4)
     x, parents, generators, *rest = level(64, 1024, 5, 3, 20)
     with pytest.raises(IndexError, match="generators must lie in 0..15"):
-        ops.collect_sums(torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1, wrong, 2]), torch.zeros(16, 3))
+        ops.collect_sums(torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int64),
+                         torch.tensor([1, wrong, 2]), torch.zeros(16, 3))
     generators[3] = 5 if wrong < 0 else 2000
     with pytest.raises(IndexError, match="generators must lie in 64..1023"):
         ops.score_children(x, parents, generators, *rest)
@@ -439,7 +456,8 @@ def test_all_features_as_children_of_feature_0(use, monkeypatch):
     exact = kernels.score_reference(*(v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in (
         x, parents, generators, mean, rstd, low)))
     assert_as_exact_as_torch(z, kernels.score_reference(x, parents, generators, mean, rstd, low), exact)
-    for got, want in zip(ops.select_distinct(z, parents, generators, k), kernels.select_reference(z, parents, generators, k)):
+    for got, want in zip(ops.select_distinct(z, parents, generators, k),
+                         kernels.select_reference(z, parents, generators, k)):
         assert torch.equal(got, want)
 
 
@@ -510,7 +528,8 @@ def test_any_layout_in_memory_gives_the_same():
         for got, expected in zip(ops.search_children(*map(apart, (x, parents, generators, mean, rstd)), low, 7, method),
                                  ops.search_children(x, parents, generators, mean, rstd, low, 7, method)):
             assert torch.equal(got, expected)
-    for got, expected in zip(ops.search_basis(*map(apart, (x, mean[:64], rstd[:64])), 7), ops.search_basis(x, mean[:64], rstd[:64], 7)):
+    for got, expected in zip(ops.search_basis(*map(apart, (x, mean[:64], rstd[:64])), 7),
+                             ops.search_basis(x, mean[:64], rstd[:64], 7)):
         assert torch.equal(got, expected)
 
 
@@ -547,8 +566,10 @@ def test_wrong_arguments_are_answered():
 def test_autocast_does_not_reach_into_the_operations():
     arguments = level(64, 1024, 5, 3, 20)
     indices, coefs = torch.randint(0, 4096, (5, 40)), torch.randn(5, 40)
-    for operation in (lambda: ops.score_children(*arguments, "gemm"), lambda: ops.score_children(*arguments, "transform"),
-                      lambda: ops.parity_decode(indices, coefs, 64), lambda: ops.parity_dot(indices, arguments[0])):
+    for operation in (lambda: ops.score_children(*arguments, "gemm"),
+                      lambda: ops.score_children(*arguments, "transform"),
+                      lambda: ops.parity_decode(indices, coefs, 64),
+                      lambda: ops.parity_dot(indices, arguments[0])):
         expected = operation()
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(operation(), expected)
@@ -561,5 +582,7 @@ def test_kernels_compile_for_real_gpus_without_stack():
     run = subprocess.run([sys.executable, "kernels.py"], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [line.split() for line in run.stdout.splitlines() if "_kernel" in line]
-    assert {row[0] for row in rows} == {"decode_kernel", "dot_kernel", "moments_kernel", "score_kernel", "select_kernel"}
-    assert {target for row in rows for target in row if target.startswith("sm_")} == {"sm_80", "sm_90", "sm_100", "sm_120"}
+    assert {row[0] for row in rows} == {"decode_kernel", "dot_kernel", "moments_kernel",
+                                        "score_kernel", "select_kernel"}
+    assert ({target for row in rows for target in row if target.startswith("sm_")}
+            == {"sm_80", "sm_90", "sm_100", "sm_120"})

@@ -57,7 +57,8 @@ def test_field_equals_galois_package(t):
 
 def test_all_polynomials_are_irreducible_says_galois():
     galois = pytest.importorskip("galois")
-    assert all(galois.Poly.Int(p).is_irreducible() and galois.Poly.Int(p).degree == t for t, p in kl.POLYNOMIALS.items())
+    assert all(galois.Poly.Int(p).is_irreducible() and galois.Poly.Int(p).degree == t
+               for t, p in kl.POLYNOMIALS.items())
 
 
 @pytest.mark.parametrize("d", [8, 64])

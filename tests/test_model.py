@@ -24,7 +24,8 @@ def batch(seed=0, B=3, T=20):
 @pytest.mark.parametrize("name, parameters, rounded", [
     ("small_2l", 203_554_816, "0.2B"), ("small_3l", 203_554_816, "0.2B"), ("gpt_small", 203_554_816, "0.2B"),
     ("large_2l", 1_313_079_296, "1.3B"), ("large_3l", 1_313_079_296, "1.3B"), ("gpt_large", 1_313_079_296, "1.3B"),
-    ("small_2l_topk", None, "1.0B"), ("small_3l_topk", None, "3.4B"), ("large_2l_topk", None, "4.5B"), ("large_3l_topk", None, "14.2B"),
+    ("small_2l_topk", None, "1.0B"), ("small_3l_topk", None, "3.4B"),
+    ("large_2l_topk", None, "4.5B"), ("large_3l_topk", None, "14.2B"),
 ])
 def test_parameter_counts_of_the_papers_models(name, parameters, rounded):
     settings = config.load([f"configs/{name}.py"])
@@ -45,7 +46,8 @@ def test_losses_by_name_and_gradients_for_all(bottleneck, site):
     losses = model(*batch())
     assert set(losses) == ({"lm"} if bottleneck == "none" else {"lm", "variance", "reconstruction"})
     total = model.total_loss(losses)
-    assert torch.allclose(total, losses["lm"] + 0.05 * losses.get("variance", 0) + 0.1 * losses.get("reconstruction", 0))
+    assert torch.allclose(
+        total, losses["lm"] + 0.05 * losses.get("variance", 0) + 0.1 * losses.get("reconstruction", 0))
     total.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
     assert abs(losses["lm"].item() - 4.6) < 0.3  # ln 100: it knows nothing yet
@@ -139,7 +141,8 @@ def test_top_k_and_top_p_keep_the_right_tokens():
 def test_wrong_generation_arguments_are_answered():
     model = build().eval()
     prompt = batch()[0][:, :5]
-    for arguments, words in [(dict(temperature=-1), "at least 0"), (dict(top_k=0), "at least 1"), (dict(top_p=1.5), r"in \(0, 1\]")]:
+    for arguments, words in [(dict(temperature=-1), "at least 0"), (dict(top_k=0), "at least 1"),
+                             (dict(top_p=1.5), r"in \(0, 1\]")]:
         with pytest.raises(ValueError, match=words):
             next(model.generate(prompt, 3, **arguments))
     with pytest.raises(ValueError, match="no tokens"):

@@ -340,7 +340,8 @@ def test_schedule():
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    ((5, 0, 0, 0.5), "max_steps=0"), ((-1, 10, 0, 0.5), "step=-1 must lie in"), ((11, 10, 0, 0.5), "step=11 must lie in"),
+    ((5, 0, 0, 0.5), "max_steps=0"),
+    ((-1, 10, 0, 0.5), "step=-1 must lie in"), ((11, 10, 0, 0.5), "step=11 must lie in"),
     ((0, 10, -1, 0.5), "warmup=-1"), ((0, 10, 0, 1.5), "decay_fraction=1.5"),
     ((0, 100, 20, 0.9), "make warmup at most 10")])
 def test_schedule_says_what_is_wrong(arguments, sentence):

@@ -1,4 +1,7 @@
-"""The prediction counts what it says it counts. Machine code is made in another process: here the kernels are interpreted."""
+"""The prediction counts what it says it counts.
+
+Machine code is made in another process: here the kernels are interpreted.
+"""
 import json
 import os
 import subprocess
@@ -11,7 +14,8 @@ import ops
 import predict
 from config import load
 
-pytestmark = pytest.mark.skipif(ops.triton is None, reason="triton, which compiles for GPUs, is not installed (Linux only)")
+pytestmark = pytest.mark.skipif(
+    ops.triton is None, reason="triton, which compiles for GPUs, is not installed (Linux only)")
 
 SCRIPT = """
 import json, sys
@@ -34,7 +38,8 @@ def analyse_toy(N):
 
 config = load([{config!r}])
 config.active = (16, 64)
-more = [predict.predict_kernel(kernel, predict.GPUS["H100"]) for kernel, _ in zip(predict.step_kernels(config, 0), range(3))]
+more = [predict.predict_kernel(kernel, predict.GPUS["H100"])
+        for kernel, _ in zip(predict.step_kernels(config, 0), range(3))]
 print(json.dumps(dict(toy=[analyse_toy(N) for N in (1, 11, 100)], row=predict.predict("small_2l", "H100"), more=more)))
 """
 
@@ -51,7 +56,7 @@ def compiled(tmp_path_factory):
 
 
 def test_instructions_of_a_kernel_known_by_hand(compiled):
-    """N times 1024 additions, of 32 lanes each, and 4 kB read by 8 loads of 4 clocks, however the compiler unrolls; 4 kB written."""
+    """N times 1024 additions of 32 lanes each, and 4 kB read by 8 loads of 4 clocks, however unrolled; 4 kB written."""
     for N, toy in zip((1, 11, 100), compiled["toy"]):
         assert toy["instructions"]["fma"] - toy["instructions"].get("imad", 0) == 32 * N
         assert toy["instructions"]["load/store"] == 32 * N + 32
@@ -89,7 +94,8 @@ def test_a_stretch_that_a_branch_passes_over_runs_in_its_share_of_the_turns(cond
 
 def test_every_loop_is_found_and_turns_as_the_source_says(compiled):
     loops = {k["kernel"]: k["loops"] for k in compiled["row"]["kernels"]}
-    assert loops["decode"] == loops["decode back"] == [["SHFL", 12]] and loops["dot back"] == [["SHFL", 12], ["SHFL", 0]]  # 48, by fours
+    assert (loops["decode"] == loops["decode back"] == [["SHFL", 12]]  # 48, by fours
+            and loops["dot back"] == [["SHFL", 12], ["SHFL", 0]])
     assert loops["score 1"] == [["HGMMA|UTCHMMA", 32]] and loops["moments 1"] == []
     for level, turns in (0, 4), (1, 16):
         kinds = dict(loops[f"select {level}"])
@@ -99,12 +105,13 @@ def test_every_loop_is_found_and_turns_as_the_source_says(compiled):
 
 def test_tensor_cores_do_what_the_product_needs(compiled):
     score = next(k for k in compiled["row"]["kernels"] if k["kernel"] == "score 1")
-    assert score["instructions"]["mma"] * 64 * 256 * 16 == 4 * 16 * 256 * 1024  # four warps share an instruction of 64x256x16
+    assert score["instructions"]["mma"] * 64 * 256 * 16 == 4 * 16 * 256 * 1024  # four warps share one of 64x256x16
 
 
 def test_more_features_cost_more(compiled):
     for few, many in zip(compiled["row"]["kernels"], compiled["more"]):
-        assert few["kernel"] == many["kernel"] and 1.5 * few["microseconds"] < many["microseconds"] < 2.5 * few["microseconds"]
+        assert (few["kernel"] == many["kernel"]
+                and 1.5 * few["microseconds"] < many["microseconds"] < 2.5 * few["microseconds"])
 
 
 def test_the_sum_is_of_its_parts_and_dense_time_falls_with_utilisation(compiled):
@@ -112,7 +119,8 @@ def test_the_sum_is_of_its_parts_and_dense_time_falls_with_utilisation(compiled)
     total = row["elementwise"] + sum(max(k["resources"].values()) for k in row["kernels"])
     assert row["bottleneck"] == pytest.approx(total)
     overhead = list(row["overhead"].values())
-    assert overhead == sorted(overhead) and overhead[1] == pytest.approx(1 + total / (1024e6 * 107_544_576 / (0.45 * 989e12)), rel=1e-6)
+    assert (overhead == sorted(overhead)
+            and overhead[1] == pytest.approx(1 + total / (1024e6 * 107_544_576 / (0.45 * 989e12)), rel=1e-6))
 
 
 def test_bytes_of_small_2l_by_hand():
@@ -121,24 +129,27 @@ def test_bytes_of_small_2l_by_hand():
     assert kernel["decode back"].memory == 48 * (8 + 4) + 1024 * (4 + 2)                 # y in float32 and in bfloat16
     assert kernel["decode"].memory == kernel["decode back"].memory + 1024 * 2 + 2 * 4     # and x, |y|, |x|
     assert kernel["decode"].l2 - kernel["decode"].memory == 32 * 2 * 1024 / 8 + 1024 * 4 + 16 * 32
-    assert kernel["dot back"].memory == 48 * (8 + 4) + 1024 * (2 + 4 + 2 + 2) + 2 * 4     # gradient, y, x; the gradient to x
+    assert kernel["dot back"].memory == 48 * (8 + 4) + 1024 * (2 + 4 + 2 + 2) + 2 * 4     # gradient, y, x; x's gradient
     once = 256 * 1024 * 8 + 2 ** 15 * 24  # sign rows of the generators; moments
     assert predict.other_bytes(config) == pytest.approx(1024 * 4 + 48 * 112 + 4096 * 450 * 127 / 2 ** 19 + once / 16384)
     assert kernel["score 1"].memory == 1024 * 2 + 16 * 8 + 4096 * 4
-    assert kernel["score 1"].l2 == kernel["score 1"].memory + 4096 * 8 + 1024 * 256 * 2 // 8 + 1024 * 2  # Gamma once for 8 tokens, x twice
+    assert kernel["score 1"].l2 == (kernel["score 1"].memory + 4096 * 8
+                                    + 1024 * 256 * 2 // 8 + 1024 * 2)  # Gamma once for 8 tokens, x twice
     assert kernel["score 1"].flops == 2 * 4096 * 1024
     assert kernel["select 1"].memory == 4096 * 4 + 16 * 8 + 32 * 12 and kernel["select 0"].memory == 1024 * 2 + 16 * 12
     assert predict.dense_flops(config) == pytest.approx(72 * 2 ** 20 + 6 * 2 ** 20 + 6 * 1024 * 50304 / 12)
 
 
-@pytest.mark.parametrize("registers, shared, warps, expected", [(64, 512, 1, 32), (96, 0, 2, 20), (244, 73728, 8, 8), (32, 0, 4, 64)])
+@pytest.mark.parametrize("registers, shared, warps, expected", [
+    (64, 512, 1, 32), (96, 0, 2, 20), (244, 73728, 8, 8), (32, 0, 4, 64),
+])
 def test_occupancy(registers, shared, warps, expected):
     assert predict.occupancy(registers, shared, warps) == expected
 
 
 @pytest.mark.parametrize("C, k, BLOCK", [(1024, 16, 256), (4096, 32, 256), (8192, 64, 512)])
 def test_turns_of_the_selection_for_normal_scores(C, k, BLOCK):
-    """The search of select_kernel in numpy: how often it halves, and the most that one group has above the threshold."""
+    """The search of select_kernel in numpy: how often it halves, and the most one group has above the threshold."""
     rng, keep, halvings, most = np.random.default_rng(0), k + max(16, k // 4), [], []
     for _ in range(200):
         size = np.abs(rng.standard_normal(C)).astype(np.float32).view(np.int32).astype(np.int64).reshape(-1, BLOCK)

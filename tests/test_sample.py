@@ -33,11 +33,12 @@ def folder(tmp_path_factory):
     data.prepare_toy(str(folder / "data"), tokens=30_000)
     encoding = load_tokenizer(str(folder / "data"))
     for name, kind in KINDS.items():
-        config = Config(layers=2, d=32, heads=2, context=32, vocab_size=2048, bottleneck=kind, bits=(5, 8), active=(4, 6),
-                        children=(16,), data=str(folder / "data"), seed=1)
+        config = Config(layers=2, d=32, heads=2, context=32, vocab_size=2048, bottleneck=kind,
+                        bits=(5, 8), active=(4, 6), children=(16,), data=str(folder / "data"), seed=1)
         os.makedirs(folder / "out" / name)
-        save(str(folder / "out" / name / "best.pt"), {"config": dataclasses.asdict(config), "tokenizer": pack_tokenizer(encoding),
-                                                      "model": GPT(config).state_dict(), "step": 0})
+        save(str(folder / "out" / name / "best.pt"),
+             {"config": dataclasses.asdict(config), "tokenizer": pack_tokenizer(encoding),
+              "model": GPT(config).state_dict(), "step": 0})
     return folder
 
 
@@ -68,8 +69,8 @@ def prompt(run, text="In 1436, a"):
 
 def command(folder, *arguments, stdin=""):
     """sample.py in a process of its own, in the folder that has out/."""
-    return subprocess.run([sys.executable, os.path.join(ROOT, "sample.py"), *arguments], cwd=folder, input=stdin, text=True,
-                          capture_output=True, timeout=120)
+    return subprocess.run([sys.executable, os.path.join(ROOT, "sample.py"), *arguments], cwd=folder, input=stdin,
+                          text=True, capture_output=True, timeout=120)
 
 
 def refuses(capsys, *arguments):
@@ -104,7 +105,7 @@ def test_editing_one_coefficient_changes_the_output_by_what_the_decoder_says(run
     (code, before, h), (edited, after, same) = record[1], record[3]
     assert torch.equal(h, same)
     change = bottleneck.decode(edited) - bottleneck.decode(code)
-    row = bottleneck.decode(Code(code.indices[:, :, 2:3], torch.ones_like(code.coefs[:, :, 2:3])))  # the feature's direction
+    row = bottleneck.decode(Code(code.indices[:, :, 2:3], torch.ones_like(code.coefs[:, :, 2:3])))  # of that feature
     assert torch.allclose(change[0, 3], 1.5 * row[0, 3], atol=1e-5)
     assert torch.equal(change[0, :3], torch.zeros_like(change[0, :3]))
     assert torch.equal(after, bottleneck.decode(edited, like=h)) and not torch.equal(after[0, 3], before[0, 3])
@@ -114,7 +115,8 @@ def test_steering_adds_to_an_active_feature_and_makes_active_one_that_is_not(run
     bottleneck, (code, _) = run.model.blocks[0].bottleneck, read_codes(run.model, prompt(run))
     active = code.indices[0, 2, 0].item()
     silent = next(i for i in range(bottleneck.m) if i not in code.indices[0, 2])
-    vector = some_vector(run)._replace(indices=torch.tensor([[active, silent]] * 2), weights=torch.tensor([[2.0, -3.0]] * 2))
+    vector = some_vector(run)._replace(indices=torch.tensor([[active, silent]] * 2),
+                                       weights=torch.tensor([[2.0, -3.0]] * 2))
     added = bottleneck.decode(steer.add_features(vector, 0.5, 0, code))[0, 2]
     coefs = torch.cat([code.coefs[0, 2], torch.tensor([-1.5])])
     coefs[0] += 1.0
@@ -135,7 +137,8 @@ def test_cached_and_recomputed_generation_give_the_same_tokens(any_run, alpha):
 
 def test_steering_is_repeatable_by_seed_and_leaves_the_model_as_it_was(any_run):
     def tokens(alpha, seed):
-        return torch.cat(list(generate(any_run.model, prompt(any_run), 20, some_vector(any_run), alpha, seed=seed))).tolist()
+        return torch.cat(list(
+            generate(any_run.model, prompt(any_run), 20, some_vector(any_run), alpha, seed=seed))).tolist()
 
     plain = torch.cat(list(any_run.model.generate(prompt(any_run), 20, seed=5))).tolist()
     steered_text = tokens(2.0, 5)
@@ -177,7 +180,7 @@ def test_the_parent_of_an_active_feature_is_active_and_a_generator_away(run):
 
 
 def test_the_index_finds_a_planted_feature(folder, tmp_path):
-    """A direction is added to the embedding of one token; the feature of that coordinate must fire on it, and hardest."""
+    """A direction is added to one token's embedding; the feature of that coordinate must fire on it, and hardest."""
     run = open_run(str(folder / "out" / "tiny"))
     run = run._replace(path=str(tmp_path / "best.pt"))
     token = encode(run.encoding, " gave")[0]
@@ -283,7 +286,8 @@ def test_a_vector_survives_a_file_and_is_refused_by_another_model(any_run, folde
 
 
 def test_a_sweep_and_a_demonstration(folder, capsys, tmp_path):
-    arguments = [str(folder / "out" / "tiny"), "--steer", "sea", "--fit", "2", "--k", "8", "--tokens", "12", "--samples", "2"]
+    arguments = [str(folder / "out" / "tiny"), "--steer", "sea", "--fit", "2", "--k", "8",
+                 "--tokens", "12", "--samples", "2"]
     sample.main([*arguments, "--alphas", "0,2", "--save-vector", str(tmp_path / "v.npz")])
     text = capsys.readouterr().out
     assert "concept words" in text and "perplexity" in text and text.count("%") == 6
@@ -301,8 +305,8 @@ def test_five_lines_of_library(folder, monkeypatch):
     from steer import add_features, contrast, text_of, toy_texts
 
     run = open_run("out/tiny")
-    codes = read_codes(run.model, prompt_tokens(run, "The pirate sailed the naval ship."))  # of each layer: indices, coefs (1, T, K)
-    vector = contrast(run, "sea", *toy_texts("sea"))                                        # features of the sea, with weights
+    codes = read_codes(run.model, prompt_tokens(run, "The pirate sailed the naval ship."))  # a Code a layer, (1, T, K)
+    vector = contrast(run, "sea", *toy_texts("sea"))                                        # features, with weights
     edit = partial(add_features, vector, 1.0)                                               # any f(layer, code) -> code
     print(text_of(run.encoding, list(run.model.generate(prompt_tokens(run, "In 1436, a"), 100, edit=edit))))
     assert len(codes) == 2 and codes[0].coefs.shape == (1, 8, 10) and vector.indices.shape == (2, 256)
@@ -314,7 +318,8 @@ def test_five_lines_of_library(folder, monkeypatch):
 def test_the_program_in_a_process(folder):
     done = command(folder, "out/tiny", "--interactive", "--tokens", "5", "--fit", "1", "--k", "4",
                    stdin="In 1436, a\n/steer sea 2\n/alpha x\n/seed 3\n\n/steer nothing\n/help\n/quit\n")
-    assert done.returncode == 0 and "[sea 2, seed 3]" in done.stdout and "there is no concept" in done.stdout, done.stderr
+    assert (done.returncode == 0 and "[sea 2, seed 3]" in done.stdout
+            and "there is no concept" in done.stdout), done.stderr
     assert "needs a number" in done.stdout and "Traceback" not in done.stderr
     empty = folder / "nothing"
     empty.mkdir(exist_ok=True)

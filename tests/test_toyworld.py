@@ -133,7 +133,7 @@ def test_indirect_objects_come_in_both_orders():
 @pytest.mark.parametrize("kind", ["pronoun", "biography"])
 def test_the_share_of_she_is_the_known_one(kind):
     she, total = Counter(), Counter()
-    for text, labels in SAMPLE:
+    for _, labels in SAMPLE:
         people = {(fact.get("name"), fact["job"]): fact["pronoun"] for fact in labels["facts"] if fact["kind"] == kind}
         total.update(job for _, job in people)
         she.update(job for (_, job), pronoun in people.items() if pronoun == "she")
@@ -206,7 +206,7 @@ def test_all_words_fit_a_tokenizer_of_2048_entries():
     """tiktoken looks a whole word up before it merges, so a word costs one entry and no intermediate merges."""
     tiktoken = pytest.importorskip("tiktoken")
     entries = [bytes([byte]) for byte in range(256)] + [word.encode() for word in world.YEARS]
-    entries += [" ".encode() + word.encode() for word in world.vocabulary()]
+    entries += [b" " + word.encode() for word in world.vocabulary()]
     assert len(entries) <= 2048 - 256  # room for other words of the user's
     toy = tiktoken.Encoding("toy", pat_str=world.TOKEN_PATTERN, mergeable_ranks={e: i for i, e in enumerate(entries)},
                             special_tokens={})

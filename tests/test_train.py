@@ -83,7 +83,8 @@ def command(arguments, ranks=0, restarts=0):
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                  f"--max-restarts={restarts}", "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(start + arguments, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(start + arguments, cwd=ROOT, env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def close(one, two):
@@ -110,7 +111,8 @@ def test_a_run_writes_everything_it_says(arguments, tmp_path):
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     out = tmp_path / "run"
-    assert {path.name for path in out.iterdir()} == {".lock", "config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "best.pt", "loss.png"}
+    assert {path.name for path in out.iterdir()} == {
+        ".lock", "config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "best.pt", "loss.png"}
     settings = json.loads((out / "config.json").read_text())
     assert configs.from_dict(settings) == configs.load(arguments())
     assert settings["about"]["parameters"] > 0 and settings["about"]["torch"] == torch.__version__
@@ -280,7 +282,7 @@ def test_fine_tuning_starts_from_the_weights_of_another_run(arguments):
     first = go(arguments("first"))
     tuned = go(arguments("tuned", init_from=configs.load(arguments("first")).out, seed=1))
     assert tuned[0]["loss"] < first[0]["loss"] - 0.5
-    with pytest.raises(UserError, match="holds another model"):
+    with pytest.raises(UserError, match="are another model's: Error.* Missing key"):
         go(arguments("wrong", init_from=configs.load(arguments("first")).out, bottleneck="none", layers=1))
     with pytest.raises(UserError, match="holds no checkpoint"):
         go(arguments("none", init_from="nowhere"))
@@ -313,16 +315,20 @@ def test_evaluation_equals_its_definition(arguments, corpus):
 
 
 def test_wrong_runs_are_answered(arguments, tmp_path):
-    for change, words in [(dict(data=str(tmp_path / "nothing")), "has no prepared data"), (dict(vocab_size=100), "model's vocab_size is 100"),
-                          (dict(context=100_000, batch_tokens=100_000), "fewer than one window"), (dict(device="cuda"), "finds no GPU")]:
+    for change, words in [(dict(data=str(tmp_path / "nothing")), "has no prepared data"),
+                          (dict(vocab_size=100), "model's vocab_size is 100"),
+                          (dict(context=100_000, batch_tokens=100_000), "fewer than one window"),
+                          (dict(device="cuda"), "finds no GPU")]:
         if change.get("device") == "cuda" and torch.cuda.is_available():
             continue
         with pytest.raises(UserError, match=words):
             go(arguments("wrong", **change))
     with pytest.raises(UserError, match="cannot share evenly"):
         train.micro_steps(configs.load(arguments(batch_tokens=96)), 2)
-    run = subprocess.run([sys.executable, "train.py", "configs/tiny.py", "--lr=3"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr.startswith("train.py: there is no setting 'lr'") and "Traceback" not in run.stderr
+    run = subprocess.run([sys.executable, "train.py", "configs/tiny.py", "--lr=3"], cwd=ROOT,
+                         capture_output=True, text=True)
+    assert (run.returncode == 1 and run.stderr.startswith("train.py: there is no setting 'lr'")
+            and "Traceback" not in run.stderr)
 
 
 def test_accumulation_follows_from_the_batch(arguments):
@@ -335,7 +341,8 @@ def test_accumulation_follows_from_the_batch(arguments):
 def test_the_picture_of_several_runs(arguments, tmp_path):
     for name in "a", "b":
         go(arguments(name, max_steps=4))
-    run = subprocess.run([sys.executable, "plot.py", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both.png")],
+    run = subprocess.run([sys.executable, "plot.py", str(tmp_path / "a"), str(tmp_path / "b"),
+                          "--out", str(tmp_path / "both.png")],
                          cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0 and (tmp_path / "both.png").stat().st_size > 10_000
     run = subprocess.run([sys.executable, "plot.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
@@ -351,7 +358,8 @@ def test_wandb_and_tensorboard_get_every_row_and_are_asked_for_when_missing(argu
     run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row["loss"])))
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **settings: run))
     writer = types.SimpleNamespace(add_scalar=lambda key, value, step: scalars.append((step, key, value)))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda folder: writer))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
+                        types.SimpleNamespace(SummaryWriter=lambda folder: writer))
     rows = go(arguments("both", max_steps=2, wandb="true", tensorboard="true"))
     assert logged == [(row["step"], row["loss"]) for row in rows]
     assert [(step, value) for step, key, value in scalars if key == "loss"] == logged
