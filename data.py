@@ -531,7 +531,7 @@ class Tokens:
         self.folder, self.split = folder, split
         _, self.vocab_size, self.end, self.tokenizer_id = self.shards[0]
         path = os.path.join(folder, "tokenizer.json")
-        if read_json(path).get("id") != self.tokenizer_id:
+        if read_json(path, AGAIN).get("id") != self.tokenizer_id:
             raise UserError(f"{path} is not the tokenizer with which the shards were made. {AGAIN}")
         self.bounds = [0, *itertools.accumulate(len(shard.tokens) for shard in self.shards)]  # where each shard starts
 
