@@ -35,10 +35,12 @@ from model import GPT
 from optim import MuonAdam, split_parameters
 
 # variants of a row, and the paper's overhead on 4 H200
-ROWS = {"small_2l": {"parity": 1.47, "flat": None, "topk": 4.62}, "small_3l": {"parity": 2.06, "flat": None, "topk": 16.4},
+ROWS = {"small_2l": {"parity": 1.47, "flat": None, "topk": 4.62},
+        "small_3l": {"parity": 2.06, "flat": None, "topk": 16.4},
         "large_2l": {"parity": 1.22, "topk": 3.15}, "large_3l": {"parity": 1.55, "topk": None},
         "tiny": {"parity": None, "flat": None, "topk": None}}
-SETTINGS = {"dense": {"bottleneck": "none"}, "parity": {}, "flat": {"selection": "flat"}, "topk": {"bottleneck": "topk"}}
+SETTINGS = {"dense": {"bottleneck": "none"}, "parity": {}, "flat": {"selection": "flat"},
+            "topk": {"bottleneck": "topk"}}
 HERE = os.path.dirname(os.path.abspath(__file__))
 GIB = 2 ** 30
 
@@ -77,7 +79,7 @@ def work(row, variant, layers, batch, optimiser):
     one_pass(tokens if device == "cuda" else tokens[:, : config.context // 8])  # tables, kernels
     update_moments(model)
     print("ready", flush=True)
-    for line in sys.stdin:
+    for _ in sys.stdin:
         seconds = timed(one_pass, tokens)
         if optimiser:
             share = batch * config.context / config.batch_tokens
@@ -90,7 +92,9 @@ def work(row, variant, layers, batch, optimiser):
 
 def memory(device):
     """Peak bytes so far."""
-    return torch.cuda.max_memory_allocated() if device == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def room():
@@ -110,13 +114,16 @@ def start(row, variant, options):
     with torch.device("meta"):
         weights = GPT(config).count_parameters()
     optimiser = options.optimiser or row == "tiny"
-    need = weights * 4 * (4 if optimiser else 2) + 3 * options.batch * config.context * (config.vocab_size * 4 + 40 * config.d * config.layers)
+    need = (weights * 4 * (4 if optimiser else 2)
+            + 3 * options.batch * config.context * (config.vocab_size * 4 + 40 * config.d * config.layers))
     if need > room():
         return f"does not fit: needs about {need / GIB:.0f} GiB, {room() / GIB:.0f} are free"
     arguments = [row, variant, options.layers_of(row), 8 if row == "tiny" else options.batch, optimiser]
-    worker = subprocess.Popen([sys.executable, os.path.join(HERE, "bench.py"), "worker", json.dumps(arguments)], text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    return worker if worker.stdout.readline() == "ready\n" else "does not fit: its process was killed" if worker.wait() else "failed"
+    worker = subprocess.Popen([sys.executable, os.path.join(HERE, "bench.py"), "worker", json.dumps(arguments)],
+                              text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    if worker.stdout.readline() == "ready\n":
+        return worker
+    return "does not fit: its process was killed" if worker.wait() else "failed"
 
 
 def ask(worker):
@@ -131,18 +138,20 @@ def ask(worker):
 def measure(row, options):
     """{variant: result or reason} of one row, all variants in turn."""
     variants = [name for name in ("dense", *ROWS[row]) if name in options.variants]
-    workers, results = {}, {}
+    workers = {}
     for variant in variants:
         progress(f"{row}: starting {variant}")
         workers[variant] = start(row, variant, options)
     results = {variant: worker if isinstance(worker, str) else [] for variant, worker in workers.items()}
-    for turn in range(options.repeats * (10 if row == "tiny" else 1)):
+    turns = options.repeats * (10 if row == "tiny" else 1)
+    for turn in range(turns):
         for variant, worker in workers.items():
-            if isinstance(results[variant], str) or sum(pass_["seconds"] for pass_ in results[variant]) > options.patience:
+            passes = results[variant]
+            if isinstance(passes, str) or sum(pass_["seconds"] for pass_ in passes) > options.patience:
                 continue
-            progress(f"{row}: {variant}, pass {turn + 1} of {options.repeats * (10 if row == 'tiny' else 1)}")
+            progress(f"{row}: {variant}, pass {turn + 1} of {turns}")
             answer = ask(worker)
-            results[variant] = "does not fit: its process was killed" if answer is None else results[variant] + [answer]
+            results[variant] = "does not fit: its process was killed" if answer is None else passes + [answer]
     for worker in workers.values():
         if not isinstance(worker, str):
             worker.stdin.close()
@@ -151,10 +160,13 @@ def measure(row, options):
 
 
 def table(options):
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads, float32"
-    print(f"{device}; {options.batch} x 1024 tokens a pass (tiny: 8 x 128); overhead: time against dense, in the same run")
-    print(f"{'row':10} {'variant':8} {'layers':>6} {'tokens/s':>9} {'seconds':>8} {'least':>7} {'most':>7} {'overhead':>9} {'paper':>6} "
-          f"{'peak GiB':>9} {'of dense':>9}")
+    device = f"cpu, {torch.get_num_threads()} threads, float32"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    print(f"{device}; {options.batch} x 1024 tokens a pass (tiny: 8 x 128); "
+          "overhead: time against dense, in the same run")
+    print(f"{'row':10} {'variant':8} {'layers':>6} {'tokens/s':>9} {'seconds':>8} {'least':>7} {'most':>7} "
+          f"{'overhead':>9} {'paper':>6} {'peak GiB':>9} {'of dense':>9}")
     rows = []
     for row in options.rows:
         results = measure(row, options)
@@ -174,14 +186,16 @@ def table(options):
             compared = isinstance(dense, list)
             ratio = median / statistics.median(pass_["seconds"] for pass_ in dense) if compared else None
             share = peak / dense[-1]["memory"] if compared else None
-            print(f"{row:10} {variant:8} {config.layers:6} {tokens / median:9,.0f} {median:8.3f} {seconds[0]:7.3f} {seconds[-1]:7.3f} "
-                  f"{f'{ratio:8.3f}x' if compared else '':>9} {paper:>6} {peak / GIB:9.2f} {f'{share:8.3f}x' if compared else '':>9}")
+            print(f"{row:10} {variant:8} {config.layers:6} {tokens / median:9,.0f} {median:8.3f} "
+                  f"{seconds[0]:7.3f} {seconds[-1]:7.3f} {f'{ratio:8.3f}x' if compared else '':>9} {paper:>6} "
+                  f"{peak / GIB:9.2f} {f'{share:8.3f}x' if compared else '':>9}")
             rows.append({"row": row, "variant": variant, "layers": config.layers, "tokens_per_second": tokens / median,
                          "ratio": ratio, "peak_memory": peak, "seconds": seconds})
             whole = settings(row, variant, None)
-            if compared and variant != "dense" and whole.layers > config.layers:  # the same head, but fewer layers to share it
-                rows[-1]["ratio_full_depth"] = 1 + (ratio - 1) * predict.dense_flops(config) / predict.dense_flops(whole)
-                print(f"{'':20} with all {whole.layers} layers, by operation counts: {rows[-1]['ratio_full_depth']:.3f}x")
+            if compared and variant != "dense" and whole.layers > config.layers:  # its head is shared by fewer layers
+                full = 1 + (ratio - 1) * predict.dense_flops(config) / predict.dense_flops(whole)
+                rows[-1]["ratio_full_depth"] = full
+                print(f"{'':20} with all {whole.layers} layers, by operation counts: {full:.3f}x")
     if options.json:
         from checkpoint import commit
         with open(options.json, "w") as file:
@@ -246,7 +260,8 @@ def bench_dpb(d, levels, tokens, repeats):
     torch.manual_seed(0)
     block = DenseBlock(d).to(device, dtype)
     x = torch.randn(1, tokens, d, device=device, dtype=dtype)
-    ways = {method: DeepParityBottleneck(d, **shape, method=method).to(device) for method in ("auto", "gemm", "transform")}
+    ways = {method: DeepParityBottleneck(d, **shape, method=method).to(device)
+            for method in ("auto", "gemm", "transform")}
     ways["flat"] = DeepParityBottleneck(d, **shape, selection="flat").to(device)
     layer, flat = ways["auto"], x[0]
     with torch.no_grad():
@@ -264,19 +279,22 @@ def bench_dpb(d, levels, tokens, repeats):
         arguments = (flat, parents, *layer.level(level))
         features, C = layer.lows[level + 1] - layer.lows[level], parents.shape[1] * 256
         for method, operations in ("gemm", C * row), ("transform", features * t * tokens):
-            runs[f"  score level {level} by {method}"] = (lambda a=arguments, m=method: kernels.score_children(*a, m), operations,
-                                                          row * size + 4 * tokens * C)
+            runs[f"  score level {level} by {method}"] = (
+                lambda a=arguments, m=method: kernels.score_children(*a, m), operations, row * size + 4 * tokens * C)
         z = kernels.score_children(*arguments)
-        runs[f"  select level {level}"] = (lambda z=z, a=arguments, k=layer.active[level]: kernels.select_distinct(z, *a[1:3], k), 0, 4 * tokens * C)
+        runs[f"  select level {level}"] = (
+            lambda z=z, a=arguments, k=layer.active[level]: kernels.select_distinct(z, *a[1:3], k), 0, 4 * tokens * C)
         begin = sum(layer.active[:level])
         parents = indices[:, begin : begin + layer.active[level]].contiguous()
     hashed = (K - layer.active[0]) * row
-    runs["  decode (also the backward of the scores)"] = (lambda: kernels.parity_decode(indices, coefs, d, layer.m), hashed, row * 4)
-    runs["  decode to the norm of the input"] = (lambda: kernels.parity_decode(indices, coefs, d, layer.m, flat), hashed, row * (4 + size))
+    runs["  decode (also the backward of the scores)"] = (
+        lambda: kernels.parity_decode(indices, coefs, d, layer.m), hashed, row * 4)
+    runs["  decode to the norm of the input"] = (
+        lambda: kernels.parity_decode(indices, coefs, d, layer.m, flat), hashed, row * (4 + size))
     runs["  dot (the backward of decode)"] = (lambda: kernels.parity_dot(indices, flat, layer.m), hashed, row * size)
 
-    chosen = [kernels.scoring_method(device, d, layer.active[n - 1], layer.fan_out[n - 1], layer.lows[n + 1] - layer.lows[n])
-              for n in range(1, levels)]
+    chosen = [kernels.scoring_method(device, d, layer.active[n - 1], layer.fan_out[n - 1],
+                                     layer.lows[n + 1] - layer.lows[n]) for n in range(1, levels)]
     print(f"d={d}, levels {shape['bits']} / {shape['active']} / {shape['children']}, {tokens} tokens, {device}, "
           f"{torch.get_num_threads()} threads, {str(dtype)[6:]}; auto is {', '.join(chosen)}")
     print(f"{'':44} {'median ms':>10} {'least':>8} {'most':>8} {'of dense':>9} {'Gop/s':>7} {'GB/s':>6}")
@@ -285,8 +303,10 @@ def bench_dpb(d, levels, tokens, repeats):
     for name, (median, least, most) in results.items():
         _, operations, moved = runs[name]
         print(f"{name:44} {median * 1e3:10.1f} {least * 1e3:8.1f} {most * 1e3:8.1f} {median / dense:9.3f} "
-              f"{f'{operations / median / 1e9:7.1f}' if operations else '':>7} {f'{moved / median / 1e9:6.1f}' if moved else '':>6}")
-    print("Gop/s: multiply-adds (of a transform and a decode, additions) that the part cannot do without, by its time; GB/s: bytes likewise")
+              f"{f'{operations / median / 1e9:7.1f}' if operations else '':>7} "
+              f"{f'{moved / median / 1e9:6.1f}' if moved else '':>6}")
+    print("Gop/s: multiply-adds (of a transform and a decode, additions) that the part cannot do without, by its time; "
+          "GB/s: bytes likewise")
 
 
 def bench_scale(tokens, repeats):
@@ -295,7 +315,8 @@ def bench_scale(tokens, repeats):
     sweeps = {"m": [dict(n=n) for n in (12, 14, 16, 18, 20)], "K": [dict(K=(k, 2 * k)) for k in (4, 8, 16, 32)],
               "D": [dict(D=D) for D in (64, 128, 256, 512)], "d": [dict(d=d) for d in (256, 512, 1024, 2048)]}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"d=1024, m=2^15, K=16+32, D=256 but for what is named; {tokens} tokens, forward + backward, {device}; median ms, of the first")
+    print(f"d=1024, m=2^15, K=16+32, D=256 but for what is named; {tokens} tokens, forward + backward, {device}; "
+          "median ms, of the first")
     print(f"{'':16} {'gemm':>16} {'transform':>16}")
     for swept, values in sweeps.items():
         runs = {}
@@ -305,10 +326,11 @@ def bench_scale(tokens, repeats):
             for method in "gemm", "transform":
                 if method == "transform" and n > 16:
                     continue  # all 2^n features at once: its cost is their number
-                layer = DeepParityBottleneck(d, (d.bit_length() - 1, n), shape["K"], (max(shape["D"], 2 ** max(0, n - 10)),), method=method) \
-                    if swept != "m" else DeepParityBottleneck(d, (10, n), shape["K"], (1024,), method=method)
+                D = 1024 if swept == "m" else max(shape["D"], 2 ** max(0, n - 10))
+                layer = DeepParityBottleneck(d, (d.bit_length() - 1, n), shape["K"], (D,), method=method)
                 x = torch.randn(tokens, d, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-                name = {"m": f"m = 2^{n}, D=1024", "K": f"K = {shape['K'][0]}+{shape['K'][1]}", "D": f"D = {shape['D']}", "d": f"d = {d}"}[swept]
+                name = {"m": f"m = 2^{n}, D=1024", "K": f"K = {shape['K'][0]}+{shape['K'][1]}",
+                        "D": f"D = {shape['D']}", "d": f"d = {d}"}[swept]
                 runs[name, method] = there_and_back(layer.to(device), x)
         results = interleaved(runs, repeats)
         for name in dict.fromkeys(name for name, _ in runs):
@@ -325,12 +347,16 @@ def bench_scale(tokens, repeats):
 def bench_generate(options):
     """Tokens per second of generation with the KV cache, dense and parity in turn."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"{'row':10} {'batch':>5} {'dense tokens/s':>15} {'parity tokens/s':>16} {'overhead':>9}    {options.tokens} tokens after a prompt of 16; {device}")
+    print(f"{'row':10} {'batch':>5} {'dense tokens/s':>15} {'parity tokens/s':>16} {'overhead':>9}    "
+          f"{options.tokens} tokens after a prompt of 16; {device}")
     for row in options.rows:
-        models = {variant: GPT(settings(row, variant, options.layers_of(row))).to(device).eval() for variant in ("dense", "parity")}
+        models = {variant: GPT(settings(row, variant, options.layers_of(row))).to(device).eval()
+                  for variant in ("dense", "parity")}
         for batch in 1, 16:
             prompt = torch.randint(0, 1500, (batch, 16), device=device)
-            results = interleaved({name: lambda m=m: list(m.generate(prompt, options.tokens, temperature=0)) for name, m in models.items()}, options.repeats)
+            runs = {name: lambda m=m, p=prompt: list(m.generate(p, options.tokens, temperature=0))
+                    for name, m in models.items()}
+            results = interleaved(runs, options.repeats)
             dense, parity = (batch * options.tokens / results[name][0] for name in ("dense", "parity"))
             print(f"{row:10} {batch:5} {dense:15,.1f} {parity:16,.1f} {dense / parity:8.3f}x")
 
@@ -344,9 +370,12 @@ def main():
     parser.add_argument("what", nargs="?", default="table", choices=["table", "dpb", "scale", "generate", "predict"])
     parser.add_argument("--rows", help="of the table and of generate, as in small_2l,tiny", default=None)
     parser.add_argument("--variants", default="dense,parity,flat,topk")
-    parser.add_argument("--layers", type=int, help="of the paper's models; by default all, but on a CPU 4 of large_2l and 2 of large_3l")
-    parser.add_argument("--batch", type=int, help="sequences a pass; 1 on a CPU, 16 on a GPU", default=16 if torch.cuda.is_available() else 1)
-    parser.add_argument("--optimiser", action="store_true", help="add the optimiser's share to a pass of the paper's models")
+    parser.add_argument("--layers", type=int,
+                        help="of the paper's models; by default all, but on a CPU 4 of large_2l and 2 of large_3l")
+    parser.add_argument("--batch", type=int, help="sequences a pass; 1 on a CPU, 16 on a GPU",
+                        default=16 if torch.cuda.is_available() else 1)
+    parser.add_argument("--optimiser", action="store_true",
+                        help="add the optimiser's share to a pass of the paper's models")
     parser.add_argument("--patience", type=float, default=60, help="seconds after which a variant gets no further pass")
     parser.add_argument("--json", help="a file for the results")
     parser.add_argument("--repeats", type=int, help="3 for the table, 7 else")
@@ -357,7 +386,8 @@ def main():
     default = {"generate": "tiny,small_2l"}.get(options.what, ",".join(ROWS))
     options.rows = (options.rows or default).split(",")
     options.variants = options.variants.split(",")
-    unknown = [name for name in options.rows if name not in ROWS] + [name for name in options.variants if name not in SETTINGS]
+    unknown = [name for name in options.rows if name not in ROWS]
+    unknown += [name for name in options.variants if name not in SETTINGS]
     if unknown:
         parser.error(f"there is no {unknown[0]}: rows are {', '.join(ROWS)}, variants {', '.join(SETTINGS)}")
 
@@ -368,10 +398,11 @@ def main():
     options.repeats = options.repeats or (3 if options.what == "table" else 7)
     options.tokens = options.tokens or {"scale": 256, "generate": 32}.get(options.what, 1024)
     try:
-        {"table": lambda: table(options), "scale": lambda: bench_scale(options.tokens, options.repeats), "generate": lambda: bench_generate(options),
+        {"table": lambda: table(options), "generate": lambda: bench_generate(options),
+         "scale": lambda: bench_scale(options.tokens, options.repeats),
          "dpb": lambda: bench_dpb(options.d, options.levels, options.tokens, options.repeats)}[options.what]()
     except (ValueError, configs.ConfigError) as error:
-        raise SystemExit(f"bench.py: {error}")
+        raise SystemExit(f"bench.py: {error}") from None
 
 
 if __name__ == "__main__":
