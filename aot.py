@@ -54,6 +54,13 @@ def paper_launches(dtype=torch.bfloat16, tokens=2):
                 z, parents, generators, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
 
 
+def check_compiler():
+    if triton is None:
+        raise UserError("triton, which compiles the kernels, is not installed (Linux only): pip install triton==3.7.1")
+    if triton.knobs.runtime.interpret:
+        raise UserError("TRITON_INTERPRET is set, so that kernels are interpreted and cannot be compiled: unset it")
+
+
 def machine_code(launch, capability):
     """A launch compiled for a compute capability, without such a GPU: (the binary, its bytes of shared memory)."""
     from triton.backends.compiler import GPUTarget
@@ -97,10 +104,7 @@ def compile_for(launch, capability):
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(arguments)
-    if triton is None:
-        raise UserError("triton is not installed (it exists for Linux only): pip install triton==3.7.1")
-    if triton.knobs.runtime.interpret:
-        raise UserError("TRITON_INTERPRET is set, so that kernels are interpreted and cannot be compiled: unset it")
+    check_compiler()
     widths = -14, -22, 7, 5, 9, 5, 5, 9
     print_row(widths, "kernel", "shape", "target", "warps", "registers", "stack", "local", "shared")
     wrong = 0

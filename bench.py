@@ -34,6 +34,8 @@ import config as configs
 import ops
 import predict
 from dpb import DeepParityBottleneck, update_moments
+from helpers import check_writable, progress, provenance, run_script, within, write_json
+from kloosterman import log2_width
 from model import GPT
 from optim import MuonAdam, split_parameters
 
@@ -260,14 +262,7 @@ def table(options):
         if busy_line(others):
             print(busy_line(others))
     if options.json:
-        from checkpoint import commit
-        with open(options.json, "w") as file:
-            json.dump({"device": device, "commit": commit(), "torch": torch.__version__, "rows": rows}, file, indent=2)
-
-
-def progress(text):
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        write_json(options.json, provenance() | {"device": device, "rows": rows}, indent=2)
 
 
 # One layer and its parts
@@ -318,8 +313,9 @@ def there_and_back(module, x):
 
 
 def bench_dpb(d, levels, tokens, repeats):
-    t = d.bit_length() - 1
-    shape = dict(bits=(t, 15, 17)[:levels], active=(16, 32, 64)[:levels], children=(256, 256)[: levels - 1])
+    t = log2_width(d)
+    bits = (t, min(15, 2 * t)) if levels == 2 else (t, min(15, 2 * t - 1), min(17, 2 * t))
+    shape = dict(bits=bits, active=(16, 32, 64)[:levels], children=(256, 256)[: levels - 1])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
@@ -431,28 +427,26 @@ def bench_generate(options):
             print(f"{row:10} {batch:5} {dense:15,.1f} {parity:16,.1f} {ratio:8.3f}x {interval(*between):>13}")
 
 
-def main():
-    if sys.argv[1:2] == ["worker"]:
-        return work(*json.loads(sys.argv[2]))
-    if sys.argv[1:2] == ["predict"]:
-        return predict.main(sys.argv[2:])
+def parse(arguments):
+    count = within(int, 1, 10 ** 9)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="table", choices=["table", "dpb", "scale", "generate", "predict"])
-    parser.add_argument("--rows", help="of the table and of generate, as in small_2l,tiny", default=None)
+    parser.add_argument("--rows", help="of the table and of generate, as in small_2l,tiny")
     parser.add_argument("--variants", default="dense,parity,flat,topk")
-    parser.add_argument("--layers", type=int,
+    parser.add_argument("--layers", type=count,
                         help="of the paper's models; by default all, but on a CPU 4 of large_2l and 2 of large_3l")
-    parser.add_argument("--batch", type=int, help="sequences a pass; 1 on a CPU, 16 on a GPU",
+    parser.add_argument("--batch", type=count, help="sequences a pass; 1 on a CPU, 16 on a GPU",
                         default=16 if torch.cuda.is_available() else 1)
     parser.add_argument("--optimiser", action="store_true",
                         help="add the optimiser's share to a pass of the paper's models")
-    parser.add_argument("--patience", type=float, default=60, help="seconds after which a variant gets no further pass")
-    parser.add_argument("--json", help="a file for the results")
-    parser.add_argument("--repeats", type=int, help="3 for the table, 7 else")
-    parser.add_argument("--d", type=int, default=1024, help="of dpb: width, a power of two from 128 to 8192")
+    parser.add_argument("--patience", type=within(float, 0), default=60,
+                        help="seconds after which a variant gets no further pass")
+    parser.add_argument("--json", metavar="FILE", help="a file for the results")
+    parser.add_argument("--repeats", type=count, help="3 for the table, 7 else")
+    parser.add_argument("--d", type=within(int, 128, 8192), default=1024, help="of dpb: width, a power of two")
     parser.add_argument("--levels", type=int, default=2, choices=[2, 3], help="of dpb")
-    parser.add_argument("--tokens", type=int, help="1024 for dpb, 256 for scale, 32 for generate")
-    options = parser.parse_args()
+    parser.add_argument("--tokens", type=count, help="1024 for dpb, 256 for scale, 32 for generate")
+    options = parser.parse_args(arguments)
     default = {"generate": "tiny,small_2l"}.get(options.what, ",".join(ROWS))
     options.rows = (options.rows or default).split(",")
     options.variants = options.variants.split(",")
@@ -460,6 +454,8 @@ def main():
     unknown += [name for name in options.variants if name not in SETTINGS]
     if unknown:
         parser.error(f"there is no {unknown[0]}: rows are {', '.join(ROWS)}, variants {', '.join(SETTINGS)}")
+    if options.json:
+        check_writable(options.json)
 
     def layers_of(row):
         on_cpu = {} if torch.cuda.is_available() else {"large_2l": 4, "large_3l": 2}
@@ -467,13 +463,19 @@ def main():
     options.layers_of = layers_of
     options.repeats = options.repeats or (3 if options.what == "table" else 7)
     options.tokens = options.tokens or {"scale": 256, "generate": 32}.get(options.what, 1024)
-    try:
-        {"table": lambda: table(options), "generate": lambda: bench_generate(options),
-         "scale": lambda: bench_scale(options.tokens, options.repeats),
-         "dpb": lambda: bench_dpb(options.d, options.levels, options.tokens, options.repeats)}[options.what]()
-    except (ValueError, configs.ConfigError) as error:
-        raise SystemExit(f"bench.py: {error}") from None
+    return options
+
+
+def main(arguments):
+    if arguments[:1] == ["worker"]:
+        return work(*json.loads(arguments[1]))
+    if arguments[:1] == ["predict"]:
+        return predict.main(arguments[1:])
+    options = parse(arguments)
+    {"table": lambda: table(options), "generate": lambda: bench_generate(options),
+     "scale": lambda: bench_scale(options.tokens, options.repeats),
+     "dpb": lambda: bench_dpb(options.d, options.levels, options.tokens, options.repeats)}[options.what]()
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, told=ValueError)

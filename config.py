@@ -201,10 +201,10 @@ def convert(key, value):
         if value is None:
             return None
         kind = typing.get_args(kind)[0]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2 ** 63  # no nan, no inf
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300  # no nan, no inf
     if kind is bool and isinstance(value, bool) or kind is str and isinstance(value, str):
         return value
-    if kind is int and number and value == int(value):
+    if kind is int and number and abs(value) < 2 ** 63 and value == int(value):
         return int(value)
     if kind is float and number:
         return float(value)

@@ -168,6 +168,13 @@ def sync_folder(path):
         os.close(folder)
 
 
+def check_writable(path):
+    """Say now, not after hours of work, that a file cannot be written."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise UserError(f"{path} cannot be written: choose a file in a folder that exists")
+
+
 def write_json(path, content, indent=None):
     """A dict, with its checksum."""
     with whole_file(path) as file:

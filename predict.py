@@ -15,7 +15,6 @@ Left out: launches, latency that other warps do not hide, bank conflicts, cache 
 the optimiser.
 """
 import argparse
-import json
 import math
 import os
 import re
@@ -27,6 +26,7 @@ import torch
 import aot
 import kernels
 from config import load
+from helpers import check_writable, provenance, run_script, within, write_json
 from kloosterman import packing
 
 # Public figures: SMs; sustained clock; dense bfloat16 FLOP/s; bytes/s of memory and of L2 (5,120 a clock on Hopper; of
@@ -330,29 +330,26 @@ def show_kernels(parts):
     print()
 
 
-def main(arguments=None):
+def main(arguments):
     parser = argparse.ArgumentParser(prog="bench.py predict", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", choices=[*GPUS, "all"], default="all")
     parser.add_argument("--row", choices=PAPER, nargs="+", default=list(PAPER))
-    parser.add_argument("--share", type=float, default=PIPE_SHARE,
+    parser.add_argument("--share", type=within(float, 0, 1, open_low=True), default=PIPE_SHARE,
                         help="of issue slots and pipes that a kernel reaches (%(default)s)")
     parser.add_argument("--kernels", action="store_true",
                         help="every kernel: what binds it, registers, occupancy, instructions")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
     options = parser.parse_args(arguments)
-    if kernels.triton is None:
-        raise SystemExit("bench.py predict: triton, which compiles the kernels, is not installed (Linux only): "
-                         "pip install triton")
-    if not 0 < options.share <= 1:
-        raise SystemExit(f"bench.py predict: --share {options.share} must lie above 0 and be at most 1")
+    aot.check_compiler()
+    if options.json:
+        check_writable(options.json)
     results = [predict(row, gpu, options.share)
                for gpu in (GPUS if options.gpu == "all" else [options.gpu]) for row in options.row]
     show(results, options.kernels)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"predicted": True, "rows": results}, file, indent=1)
+        write_json(options.json, provenance() | {"predicted": True, "rows": results}, indent=1)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -401,7 +401,7 @@ while True:
     kills += 1
     try:
         sys.exit("a killed run looks finished: " + str(data.Tokens(sys.argv[4])))
-    except UserError:
+    except data.UserError:
         pass
 print(kills)
 """

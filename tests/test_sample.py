@@ -291,7 +291,9 @@ def test_a_sweep_and_a_demonstration(folder, capsys, tmp_path):
     sample.main([*arguments, "--alphas", "0,2", "--save-vector", str(tmp_path / "v.npz")])
     text = capsys.readouterr().out
     assert "concept words" in text and "perplexity" in text and text.count("%") == 6
-    sample.main([*arguments, "--vector", str(tmp_path / "v.npz")])
+    with pytest.raises(UserError, match="--vector FILE is a vector already"):
+        sample.main([*arguments, "--vector", str(tmp_path / "v.npz")])
+    sample.main([arguments[0], *arguments[5:], "--vector", str(tmp_path / "v.npz")])
     assert "unsteered, seed 1" in capsys.readouterr().out
 
 

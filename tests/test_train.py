@@ -282,7 +282,7 @@ def test_fine_tuning_starts_from_the_weights_of_another_run(arguments):
     first = go(arguments("first"))
     tuned = go(arguments("tuned", init_from=configs.load(arguments("first")).out, seed=1))
     assert tuned[0]["loss"] < first[0]["loss"] - 0.5
-    with pytest.raises(UserError, match="are another model's: Error.* Missing key"):
+    with pytest.raises(UserError, match="are another model's: Error.* Unexpected key"):
         go(arguments("wrong", init_from=configs.load(arguments("first")).out, bottleneck="none", layers=1))
     with pytest.raises(UserError, match="holds no checkpoint"):
         go(arguments("none", init_from="nowhere"))
