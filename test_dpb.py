@@ -529,3 +529,13 @@ def test_the_rule_takes_the_transform_on_a_cpu_unless_there_are_very_many_featur
     assert ops.scoring_method("cpu", 1024, 16, 256, 2 ** 15 - 2 ** 10) == "transform"  # small_2l
     assert ops.scoring_method("cpu", 1024, 16, 256, 2 ** 20 - 2 ** 10) == "gemm"       # a million features
     assert ops.scoring_method("cuda", 1024, 16, 256, 2 ** 15 - 2 ** 10) == "gemm"
+
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(floor=float("nan")), "floor=nan above 0"), (dict(floor=float("inf")), "floor=inf above 0"),
+    (dict(decay=float("nan")), "decay=nan must lie in"), (dict(active=(8.5, 16)), "must be whole numbers"),
+    (dict(bits=(6, 10.0)), "must be whole numbers"), (dict(method="foo"), "method='foo' must be one of 'auto', 'gemm'"),
+])
+def test_a_bottleneck_that_cannot_be_is_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        DeepParityBottleneck(64, **{"bits": (6, 10), "active": (8, 16), "children": (64,)} | settings)

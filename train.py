@@ -149,7 +149,8 @@ def train(config):
     with locked(config.out) if run.rank == 0 else contextlib.nullcontext():
         if resume(run):
             if not loop(run):
-                return say(f"stopped at step {run.step}, saved: the same command goes on from there")
+                note = " (if torchrun shows a SignalException now, it is its own, and no harm)" * (run.ranks > 1)
+                return say(f"stopped at step {run.step}, saved: the same command goes on from there{note}")
             if run.rank == 0:
                 finish(config)
     barrier()

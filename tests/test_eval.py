@@ -564,3 +564,35 @@ def test_the_harness_is_optional(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match="pip install lm_eval"):
         go(run(), "--harness", "hellaswag")
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"label": 7}, "its label is 7, but it has the endings 0 to 1"),
+    ({"label": "-1"}, "its label is -1"),
+    ({"endings": "a text"}, "its endings must be a list of texts"),
+    ({"endings": ["one", ""]}, "that are not empty"),
+    ({"endings": ["one", "[title]"]}, "that are not empty"),
+    ({"endings": ["one", 2]}, "its endings must be a list of texts"),
+])
+def test_a_question_that_cannot_be_answered_is_refused(tmp_path, change, words):
+    record = {"activity_label": "Doing", "ctx_a": "One", "ctx_b": "does", "endings": ["this", "that"], "label": "1"}
+    path = tmp_path / "hellaswag_val.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert tasks.questions("hellaswag", str(tmp_path))[0][0].right == 1
+    path.write_text(json.dumps(record) + "\n" + json.dumps(record | change) + "\n")
+    with pytest.raises(UserError, match=f"record 2 of .*hellaswag_val.jsonl is no question of hellaswag.*{words}"):
+        tasks.questions("hellaswag", str(tmp_path))
+
+
+def test_what_a_later_task_would_miss_is_said_before_the_first(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluation, "val", lambda *arguments: pytest.fail("val has run"))
+    for arguments in (["--tasks", "val,ppl", "--text", tmp_path / "missing.txt"],
+                      ["--tasks", "val,lambada", "--data", tmp_path]):
+        with pytest.raises(UserError, match="no file matches|cannot be read"):
+            go(run("parity"), *arguments)
+
+
+def test_a_word_longer_than_the_context_has_no_finite_perplexity(run, tmp_path):
+    (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": "a " + "q" * 3000}) + "\n")
+    result = go(run("parity"), "--tasks", "lambada", "--data", tmp_path)["lambada"]
+    assert result["perplexity"] > 1e10 and result["acc"] == 0

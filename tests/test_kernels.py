@@ -14,10 +14,12 @@ import kernels
 import kernels_cpu
 import ops
 from conftest import force_path
+from dpb import DeepParityBottleneck
 from kloosterman import sign_vectors
 
 PATHS = ["reference", "c", "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 needs_triton = pytest.mark.skipif(ops.triton is None, reason="triton is not installed (Linux only)")
 
 
@@ -586,3 +588,44 @@ def test_kernels_compile_for_real_gpus_without_stack():
                                         "score_kernel", "select_kernel"}
     assert ({target for row in rows for target in row if target.startswith("sm_")}
             == {"sm_80", "sm_90", "sm_100", "sm_120"})
+
+
+def test_what_c_is_given_is_checked(use):
+    """Each of these wrote outside of a tensor, or returned memory that nobody had written."""
+    use("c")
+    z, parents, generators = torch.zeros(2, 6), torch.zeros(2, 2, dtype=torch.int64), torch.tensor([8, 9, 10])
+    for m in 11, 12, 1000:
+        with pytest.raises(ValueError, match=f"sums has {m} rows, but the number of features m must be a power of two"):
+            ops.collect_sums(z, parents, generators, torch.zeros(m, 3))
+    arguments = level(64, 1024, 4, 3, 33)
+    for method in "gemm", "transform":
+        for wrong in [7], [-1], [0, 4]:
+            with pytest.raises(IndexError, match="rows must lie in 0..3"):
+                ops.search_children(*arguments, 5, method, torch.tensor(wrong))
+
+
+def test_forward_mode_is_refused_instead_of_zero():
+    indices, x = torch.randint(64, 4096, (3, 4)), torch.randn(3, 64)
+    for function, value in ((lambda v: ops.parity_dot(indices, v), x),
+                            (lambda v: ops.parity_decode(indices, v, 64), torch.randn(3, 4)),
+                            (DeepParityBottleneck(64, (6, 10), (4, 6), (16,)).eval(), x)):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.jvp(function, (value,), (torch.ones_like(value),))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
+def test_a_damaged_library_in_the_cache_is_made_anew(tmp_path, damage):
+    if kernels_cpu.find_compiler() is None:
+        pytest.skip("there is no C compiler")
+    script = "import torch, ops; print(ops.parity_dot(torch.tensor([[100, 3]]), torch.arange(64.)[None]).tolist())"
+
+    def go():
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                              env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ROOT})
+    first = go()
+    path, = tmp_path.glob("paritytransformer/kernels-*.so")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "flipped": content}[damage])
+    assert (go().returncode, go().stdout) == (0, first.stdout)
+    assert len(list(tmp_path.glob("paritytransformer/*"))) == 1 and path.read_bytes() != content

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import types
 from concurrent import futures
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import config as configs
 import data
+import helpers
 import plot
 import train
 from helpers import UserError
@@ -376,3 +378,147 @@ def test_the_progress_line_has_mfu_where_the_peak_is_known(arguments, capsys, mo
     weights = 2 * 12 * 32 * 32 + 2048 * 32  # of two blocks, and of the embedding, which is also the unembedding
     mfu = 1024 * (6 * weights + 12 * 2 * 32 * 32) / 1e9 / 2
     assert f"MFU {mfu:.1%}" in known
+
+
+def files_of(out):
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.suffix in (".pt", ".jsonl", ".json", ".png")}
+
+
+def test_a_folder_that_holds_a_run_is_never_cleared_without_fresh(arguments, tmp_path):
+    go(arguments())
+    out = tmp_path / "run"
+    for name in "ckpt.pt", "ckpt.prev.pt":
+        (out / name).unlink()
+    before = files_of(out)
+    for kept in ("best.pt and metrics.jsonl", "metrics.jsonl"):
+        with pytest.raises(UserError, match=f"run holds {kept} of a run, but no checkpoint to go on from"):
+            go(arguments())
+        assert files_of(out).items() <= before.items()
+        if kept != "metrics.jsonl":
+            (out / "best.pt").unlink()
+
+
+def test_fresh_replaces_the_older_run_when_the_new_one_is_saved_and_not_before(arguments, tmp_path, monkeypatch):
+    first = go(arguments())
+    out, before = tmp_path / "run", files_of(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
+    with pytest.raises(UserError, match="wandb is not installed"):
+        go(arguments(fresh="true", wandb="true"))
+    assert files_of(out) == before
+    real = train.train_step
+
+    def fail(run, *rest):
+        if run.step == 3:  # before the first checkpoint, at step 4
+            raise UserError("the lights went out")
+        return real(run, *rest)
+    monkeypatch.setattr(train, "train_step", fail)
+    with pytest.raises(UserError, match="the lights went out"):
+        go(arguments(fresh="true", seed=5))
+    assert before.items() <= files_of(out).items()
+    monkeypatch.undo()
+    assert rows_of(out) == first
+    second = go(arguments(fresh="true", seed=5))
+    assert second != first and len(second) == 12 and not set(files_of(out)) - set(before)
+    assert json.loads((out / "config.json").read_text())["seed"] == 5
+
+
+def test_a_fresh_run_killed_while_it_replaces_the_older_one_goes_on_replacing(arguments, tmp_path, monkeypatch):
+    go(arguments(seed=5))
+    monkeypatch.setattr(train, "replace_older", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        go(arguments(fresh="true"))
+    monkeypatch.undo()
+    assert len(list((tmp_path / "run").glob("metrics.*.jsonl"))) == 1
+    rows = go(arguments())  # goes on at step 4
+    assert rows == go(arguments("whole")) and not list((tmp_path / "run").glob("metrics.*.jsonl"))
+    bests = [torch.load(tmp_path / name / "best.pt", weights_only=True) for name in ("run", "whole")]
+    assert all(torch.equal(bests[0]["model"][key], bests[1]["model"][key]) for key in bests[0]["model"])
+
+
+def test_best_is_written_even_if_the_run_was_killed_before_that(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "save_best", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        go(arguments(save_every=100))  # the first evaluation, at step 6, saves a checkpoint, then the best
+    monkeypatch.undo()
+    assert torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)["step"] == 6
+    monkeypatch.setattr(train, "loop", lambda run: False)
+    go(arguments(save_every=100))
+    assert torch.load(tmp_path / "run" / "best.pt", weights_only=True)["step"] == 6
+
+
+def test_two_runs_in_one_folder_do_not_mix(arguments, tmp_path):
+    with helpers.locked(str(tmp_path / "run")):
+        process = command(arguments())
+        printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "another process" in printed and "choose another --out" in printed
+
+
+def test_weights_of_another_tokenizer_are_refused(arguments, tmp_path):
+    go(arguments("first", max_steps=4))
+    run = types.SimpleNamespace(tokens=types.SimpleNamespace(tokenizer_id="another"), config=configs.load(arguments()))
+    with pytest.raises(UserError, match="was trained on data of another tokenizer"):
+        train.take_weights(run, str(tmp_path / "first" / "best.pt"))
+
+
+def test_a_full_disk_at_a_row_of_metrics_does_not_end_the_run(arguments, monkeypatch, capsys):
+    whole, real, calls = go(arguments("whole")), open, []
+
+    def full(path, mode="r", *rest, **options):
+        file = real(path, mode, *rest, **options)
+        if str(path).endswith("metrics.jsonl") and mode == "r+":
+            calls.append(path)
+            if 3 <= len(calls) <= 5:  # half a row is written, then there is no room
+                file.seek(0, 2)
+                file.write('{"step": 3, "lo')
+                file.close()
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return file
+    monkeypatch.setattr(train, "open", full, raising=False)
+    assert go(arguments("full")) == whole
+    assert capsys.readouterr().out.count("Going on; the row is kept for later") == 3
+
+
+def test_nobody_listens_any_more(arguments, tmp_path):
+    for name, redirect in ("head", "| head -1"), ("closed", ">&- 2>&-"):
+        words = " ".join(f"'{word}'" for word in arguments(name))
+        subprocess.run(f"'{sys.executable}' train.py {words} {redirect}", shell=True, cwd=ROOT, capture_output=True,
+                       env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+        assert torch.load(tmp_path / name / "ckpt.pt", weights_only=True)["step"] == 12, name
+
+
+def test_a_billion_steps_are_not_laid_out_in_memory(arguments):
+    tokens = types.SimpleNamespace(batch=lambda *key: torch.ones(1))
+    run = types.SimpleNamespace(config=configs.load(arguments(max_steps=10 ** 9)), step=0, micros=1, rank=0, ranks=1,
+                                device=torch.device("cpu"), tokens=tokens)
+    tracemalloc.start()
+    source = train.batches(run)
+    next(source)
+    source.close()
+    assert tracemalloc.get_traced_memory()[1] < 10 ** 7
+    tracemalloc.stop()
+
+
+def test_a_damaged_line_of_metrics_is_left_out(arguments, tmp_path):
+    rows = go(arguments(max_steps=4))
+    with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 4\n[1]\n7\n\xff\xfe\nnull\n{"step": "4", "loss": 1}\n{"loss": 2}\n' + b"[" * 100_000)
+    assert rows_of(tmp_path / "run") == rows
+    run = subprocess.run([sys.executable, "plot.py", str(tmp_path / "run"), "--out", str(tmp_path / "picture")],
+                         cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == f"{tmp_path}/picture.png\n" and (tmp_path / "picture.png").exists()
+    run = subprocess.run([sys.executable, "plot.py", str(tmp_path / "run"), "--out", "/nowhere/x.png"], cwd=ROOT,
+                         capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.startswith("plot.py: ") and run.stderr.count("\n") == 1
+
+
+def test_a_run_killed_after_its_last_checkpoint_still_gets_its_picture(arguments, tmp_path):
+    go(arguments(max_steps=4))
+    (tmp_path / "run" / "loss.png").unlink()
+    go(arguments(max_steps=4))
+    assert (tmp_path / "run" / "loss.png").exists()
+
+
+def test_help_lists_every_setting():
+    run = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0
+    assert all(f"--{key}=" in run.stdout for key in configs.KEYS)
