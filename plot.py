@@ -6,12 +6,18 @@ import argparse
 import contextlib
 import json
 import os
+import zlib
 
 from helpers import UserError, run_script
 
 
+def metrics_line(row):
+    """A row of metrics.jsonl, with its checksum."""
+    return json.dumps(row | {"crc": zlib.crc32(json.dumps(row).encode())}) + "\n"
+
+
 def read_metrics(folder):
-    """The rows of a run's metrics.jsonl. A line that is no row, because it was cut off or is not ours, is left out."""
+    """The rows of a run's metrics.jsonl. A line that was cut off, damaged, or is not ours is left out."""
     rows = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), \
             open(os.path.join(folder, "metrics.jsonl"), errors="replace") as file:
@@ -19,7 +25,8 @@ def read_metrics(folder):
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict) and is_number(row.get("step"), int) and is_number(row.get("loss")):
-                    rows.append(row)
+                    if row.pop("crc", None) in (None, zlib.crc32(json.dumps(row).encode())):
+                        rows.append(row)
     return rows
 
 

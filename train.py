@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import glob
 import itertools
-import json
 import math
 import os
 import secrets
@@ -432,7 +431,7 @@ class Metrics:
         self.run, self.waiting = run, []
         rows = [row for row in plot.read_metrics(run.config.out) if row["step"] <= run.step] if run.step else []
         with whole_file(self.path()) as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(map(plot.metrics_line, rows))
         self.size = os.path.getsize(self.path())
         self.loggers = [start(run.config) for start in find_loggers(run.config)]
 
@@ -441,7 +440,7 @@ class Metrics:
         return run.path(f"metrics.{run.fresh}.jsonl" if run.fresh and not run.saved else "metrics.jsonl")
 
     def write(self, row):
-        self.waiting.append(json.dumps(row) + "\n")
+        self.waiting.append(plot.metrics_line(row))
         try:
             with open(self.path(), "r+") as file:
                 file.truncate(self.size)  # half a row may be there

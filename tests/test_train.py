@@ -503,6 +503,11 @@ def test_a_damaged_line_of_metrics_is_left_out(arguments, tmp_path):
     with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 4\n[1]\n7\n\xff\xfe\nnull\n{"step": "4", "loss": 1}\n{"loss": 2}\n' + b"[" * 100_000)
     assert rows_of(tmp_path / "run") == rows
+    content = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    digit = content.index(b'"loss": ') + 8
+    changed = b"%d" % (9 - int(content[digit : digit + 1]))
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(content[:digit] + changed + content[digit + 1 :])
+    assert rows_of(tmp_path / "run") == rows[1:]
     run = subprocess.run([sys.executable, "plot.py", str(tmp_path / "run"), "--out", str(tmp_path / "picture")],
                          cwd=ROOT, capture_output=True, text=True)
     assert run.stdout == f"{tmp_path}/picture.png\n" and (tmp_path / "picture.png").exists()
