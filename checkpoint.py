@@ -57,8 +57,13 @@ def load(path):
     kinds = {"config": dict, "tokenizer": dict, "model": dict, "step": int}
     content = content if isinstance(content, dict) else {}
     wrong = [key for key, kind in kinds.items() if not isinstance(content.get(key), kind)]
-    if wrong:
-        raise UserError(f"{path} is no checkpoint of train.py: {', '.join(wrong)} missing or of another kind")
+    if wrong or not isinstance(content["tokenizer"].get("id"), str):
+        raise UserError(f"{path} is no checkpoint of train.py: {', '.join(wrong or ['tokenizer'])} missing or of "
+                        "another kind")
+    try:
+        configs.from_dict(content["config"])
+    except UserError as error:
+        raise UserError(f"{path} is no checkpoint of this version of train.py: {error}") from None
     return content
 
 
@@ -111,10 +116,7 @@ def open_run(path, device="cpu"):
     """The model of a checkpoint, with the config and the tokenizer that it was trained with."""
     path = checkpoint_path(path)
     content = load(path)
-    try:
-        config = configs.from_dict(content["config"])
-    except UserError as error:
-        raise UserError(f"{path} is no checkpoint of this version of train.py: {error}") from None
+    config = configs.from_dict(content["config"])
     model = GPT(config)
     load_weights(model, content.pop("model"), path)
     content.pop("optimizer", None)

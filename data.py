@@ -330,9 +330,29 @@ def read_state(folder, must=True):
     path = os.path.join(folder, "state.json")
     if not os.path.exists(path):
         if must:
-            raise UserError(f"{folder} has no prepared data: make it with python data.py (--help shows how)")
+            raise UserError(f"{folder or 'no folder'} has no prepared data: make it with python data.py "
+                            "(--help shows how)")
         return None
-    return read_json(path, AGAIN)
+    state = read_json(path, AGAIN)
+    if not is_state(state):
+        raise UserError(f"{path} is no file of data.py's. {AGAIN}")
+    return state
+
+
+def is_state(state):
+    """Whether a state.json holds what data.py writes into it."""
+    kinds = {"settings": dict, "done": bool, "shards": dict, "documents": dict}
+    if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
+        return False
+    lists = [state["shards"].get(split) for split in ("train", "val")]
+    counts = [state["documents"].get(split) for split in ("train", "val")]
+    return all(isinstance(count, int) for count in counts) and all(
+        isinstance(shards, list) and all(map(is_entry, shards)) for shards in lists)
+
+
+def is_entry(entry):
+    """A shard's name and its number of tokens."""
+    return isinstance(entry, list) and [type(value) for value in entry] == [str, int]
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def weights_hash(model):
 
 def parse_feature(text, model):
     """(layer, index, sign) of what a user writes: LAYER:INDEX, LAYER:INDEX+ or LAYER:INDEX-."""
-    found = re.fullmatch(r"(\d+):(\d+)([+-]?)", text)
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})([+-]?)", text)
     if not found:
         raise UserError(f"{text!r} is no feature: write LAYER:INDEX with + or - after it, as in 2:1234-")
     layer, index, sign = int(found[1]), int(found[2]), -1 if found[3] == "-" else 1

@@ -38,9 +38,9 @@ def run_script(main, stopped="stopped", told=UserError):
     stopped: what Ctrl-C leaves behind.  told: errors whose text is a sentence already.
     """
     name = os.path.basename(sys.argv[0])
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that has no such letter is no reason to stop
+            stream.reconfigure(errors="replace")  # a letter that a terminal lacks is no reason to stop
     try:
         main(sys.argv[1:])
         if sys.stdout:
@@ -51,6 +51,8 @@ def run_script(main, stopped="stopped", told=UserError):
         leave("")  # `| head` has seen enough
     except OSError as error:
         leave(f"{name}: {error.filename}: {error.strerror}" if error.filename else f"{name}: {error}")
+    except UnicodeError as error:
+        leave(f"{name}: a name or a text holds what is no character ({error}): give another")
     except KeyboardInterrupt:
         leave(f"{name}: {stopped}")
     except Exception as error:

@@ -178,7 +178,7 @@ def make_tokenizer(spec, texts, limit, pattern=GPT2_PATTERN, words=()):
     kind, _, size = spec.partition(":")
     if spec == "gpt2":
         return gpt2()
-    if kind == "bpe" and size.isdecimal():
+    if kind == "bpe" and size.isdecimal() and len(size) < 10:
         return train_bpe(word_counts(texts(), pattern, limit), int(size), pattern, words)
     if os.path.isdir(spec):
         return load_tokenizer(spec)
