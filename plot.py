@@ -16,17 +16,19 @@ def metrics_line(row):
     return json.dumps(row | {"crc": zlib.crc32(json.dumps(row).encode())}) + "\n"
 
 
-def read_metrics(folder):
-    """The rows of a run's metrics.jsonl. A line that was cut off, damaged, or is not ours is left out."""
-    rows = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), \
-            open(os.path.join(folder, "metrics.jsonl"), errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if isinstance(row, dict) and is_number(row.get("step"), int) and is_number(row.get("loss")):
-                    if row.pop("crc", None) in (None, zlib.crc32(json.dumps(row).encode())):
-                        rows.append(row)
+def read_metrics(folder, say=None):
+    """The rows of a run's metrics.jsonl. A line that was cut off, damaged, or is not ours is left out and said."""
+    path, rows, lines = os.path.join(folder, "metrics.jsonl"), [], []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, errors="replace") as file:
+        lines = file.readlines()
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and is_number(row.get("step"), int) and is_number(row.get("loss")):
+                if row.pop("crc", None) in (None, zlib.crc32(json.dumps(row).encode())):
+                    rows.append(row)
+    if say and len(lines) > len(rows):
+        say(f"{path}: {len(lines) - len(rows)} damaged line(s) of {len(lines)} are left out")
     return rows
 
 
@@ -64,7 +66,7 @@ def main(arguments):
     parser.add_argument("runs", nargs="+", help="folders of runs, such as out/tiny")
     parser.add_argument("--out", default="losses.png", help="the picture to write, .png")
     options = parser.parse_args(arguments)
-    empty = [folder for folder in options.runs if not read_metrics(folder)]
+    empty = [folder for folder in options.runs if not read_metrics(folder, print)]
     if empty:
         raise UserError(f"{empty[0]} has no metrics.jsonl with a row in it: give folders that train.py wrote, such as "
                         "out/tiny")

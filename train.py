@@ -429,7 +429,11 @@ class Metrics:
 
     def __init__(self, run):
         self.run, self.waiting = run, []
-        rows = [row for row in plot.read_metrics(run.config.out) if row["step"] <= run.step] if run.step else []
+        known = plot.read_metrics(run.config.out, say) if run.step else []
+        rows = [row for row in known if row["step"] <= run.step]
+        last = max((row["step"] for row in rows), default=0)
+        if run.step - last >= run.config.log_every:
+            say(f"{self.path()} has no row between steps {last} and {run.step}: they were lost, or logged less often")
         with whole_file(self.path()) as file:
             file.writelines(map(plot.metrics_line, rows))
         self.size = os.path.getsize(self.path())
