@@ -129,3 +129,8 @@ def load_weights(model, weights, path):
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
         raise UserError(f"the weights in {path} are another model's: {first_line(error)}") from error
+    broken = [name for name, value in model.state_dict().items()
+              if value.is_floating_point() and not torch.isfinite(value).all()]
+    if broken:
+        raise UserError(f"{path} holds weights that are no finite numbers ({broken[0]}): its training diverged, or it "
+                        "is damaged")

@@ -71,6 +71,15 @@ def sign_words(packed, i, w, d: tl.constexpr, W: tl.constexpr):
 # so that aot.py can compile it for absent GPUs.
 
 
+@functools.cache
+def arch_of(device):
+    """What a launch is made for: 90 for an H100, also without a GPU, in the interpreter; "hip" for AMD."""
+    if torch.version.hip:
+        return "hip"
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor
+
+
 def run(launch):
     kernel, grid, arguments = launch
     device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
@@ -156,7 +165,7 @@ def nonzero(size):
 
 @jit(do_not_specialize=["K", "m"])
 def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale,
-                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr):
+                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, ORDER: tl.constexpr):
     """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers.
 
     Four features at a time: lane v of the table has their sum with the signs of the bits of v.
@@ -165,7 +174,8 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale,
 
     Sign vectors first, basis vectors last: a small term added to a large one would lose its last bits. A basis vector
     touches one coordinate, so it is added where the row already lies in memory; only in float32 (SLOTS > 0), as
-    adding to bfloat16 there would round twice. SLOTS is at least K.
+    adding to bfloat16 there would round twice. SLOTS is at least K. ORDER is what these additions need so that what
+    is read after them has them: on NVIDIA the barrier sees to it, while one wave of AMD's has no barrier.
 
     out, if given, is y in another type; if x is given too, y |x| / |y|, and sizes[n] = |y|, |x|.
     """
@@ -209,7 +219,7 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale,
             slot = turn * 256 + tl.arange(0, min(SLOTS, 256))
             to = tl.load(indices + slot, mask=slot < K, other=d)
             basis = (to >= 0) & (to < d)
-            tl.atomic_add(y + to, tl.load(coefs + slot, mask=basis), mask=basis, sem="relaxed")
+            tl.atomic_add(y + to, tl.load(coefs + slot, mask=basis), mask=basis, sem=ORDER)
     if out is not None:
         tl.debug_barrier()  # the additions are other threads'
         c = tl.arange(0, d)
@@ -223,13 +233,14 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale,
         tl.store(out + n * d + c, row.to(out.dtype.element_ty))
 
 
-def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None):
+def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None, arch=None):
     d = y.shape[1]
     bits, W = packing(d)
     return decode_kernel, (len(indices),), dict(
         indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, x=x, out=out, sizes=sizes,
-        K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W, num_warps=max(1, d // 2048),
-        SLOTS=triton.next_power_of_2(indices.shape[1]) if y.dtype == torch.float32 else 0)
+        K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W, num_warps=min(8, max(1, d // 2048)),
+        SLOTS=triton.next_power_of_2(indices.shape[1]) if y.dtype == torch.float32 else 0,
+        ORDER="acq_rel" if (arch or arch_of(y.device)) == "hip" else "relaxed")
 
 
 def decode_triton(indices, coefs, d, m, dtype=torch.float32):
@@ -387,6 +398,20 @@ def halves(tile, M: tl.constexpr, N: tl.constexpr):
     return tile.reshape(M, 2, N // 2).permute(0, 2, 1).split()
 
 
+@jit
+def flip_signs(x, words, b, w, r, rows, d: tl.constexpr, W: tl.constexpr, UPCAST: tl.constexpr):
+    """Coordinates b*W + w of x with the sign bits flipped by bit b of `words`: of h_i * x, but for a factor."""
+    k = b * W + w
+    piece = tl.load(x + k[None, :], mask=(r[:, None] < rows) & (k[None, :] < d), other=0.0)
+    if x.dtype.element_ty == tl.float32:
+        sign = (words << (31 - b)) & -2147483648
+        piece = (piece.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    else:
+        sign = (((words >> b) & 1) << 15).to(tl.int16)
+        piece = (piece.to(tl.int16, bitcast=True) ^ sign).to(x.dtype.element_ty, bitcast=True)
+    return piece.to(tl.float32) if UPCAST else piece  # Triton's interpreter multiplies the bit patterns of bfloat16
+
+
 @jit(do_not_specialize=["rows", "low", "high"])
 def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, high, scale,
                  P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
@@ -394,8 +419,12 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, h
                  BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
     """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
 
-    A matrix product whose left side never exists: its row (n, p) is x[n] with the sign bits flipped by h_i, in
-    registers. D generators of a row of z, ROW long. For generators and moments see standardise.
+    A matrix product whose left side never exists in memory: its row (n, p) is x[n] with the sign bits flipped by h_i.
+    D generators of a row of z, ROW long. For generators and moments see standardise.
+
+    Each turn of the loop flips the piece that the next one multiplies. So the flipping goes on while the tensor cores
+    work; and the piece, as a value carried by the loop, is multiplied from shared memory. From registers it must not
+    be: Triton 3.7.1 lets the next turn overwrite them while a product of Hopper's still reads (aot.py looks for that).
     """
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
     j = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -405,19 +434,15 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, h
     words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
     x += (r // P)[:, None] * d
     total = tl.zeros([BM, BN], tl.float32)
+    flipped = flip_signs(x, words, 0, w, r, rows, d, W, UPCAST)
     for b in range(BITS):
         k = b * W + w
-        piece = tl.load(x + k[None, :], mask=(r[:, None] < rows) & (k[None, :] < d), other=0.0)
-        if x.dtype.element_ty == tl.float32:
-            sign = (words << (31 - b)) & -2147483648
-            piece = (piece.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-        else:
-            sign = (((words >> b) & 1) << 15).to(tl.int16)
-            piece = (piece.to(tl.int16, bitcast=True) ^ sign).to(x.dtype.element_ty, bitcast=True)
         right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
-        if UPCAST:  # Triton's interpreter multiplies the bit patterns of bfloat16
-            piece, right = piece.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(piece, right, total, input_precision="ieee")
+        if UPCAST:
+            right = right.to(tl.float32)
+        following = flip_signs(x, words, (b + 1) % BITS, w, r, rows, d, W, UPCAST)
+        total = tl.dot(flipped, right, total, input_precision="ieee")
+        flipped = following
     # The parents again, and by quarters: what is not needed at a time must not take registers.
     i = tl.load(parents + r, mask=r < rows, other=-1)
     left, right = halves(total * scale, BM, BN)
@@ -429,7 +454,7 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, h
         j += BN // 2
 
 
-def score_launch(x, parents, gamma, generators, moments, z, low, high):
+def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None):
     """z (N*P, D), all columns of a longer row or some.
 
     With generators, moments is a pair for each feature, else a table.
@@ -437,7 +462,10 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high):
     (N, d), P, D = x.shape, parents.shape[1], gamma.shape[1]
     bits, W = packing(d)
     # All generators in one tile where registers allow it: the signs are flipped once, gamma is read once in 128 rows.
-    BM, BN, warps = (128, 256, 8) if W <= 64 else (32, 128, 4)
+    arch = arch or arch_of(x.device)
+    BM, BN, warps = (128, 256, 8) if W <= 64 else (32, 128, 4) if W <= 256 else (16, 128, 8)
+    if W == 64 and arch not in (90, 100, 103):  # these have no room for it beside the products
+        BM, BN, warps = (64, 128, 4) if arch == "hip" else (128, 128, 8)
     if x.dtype == torch.float32:
         BM, BN, warps = 32, 64, 4  # no tensor cores for exact float32: a small tile, as the products stay in registers
     if generators is not None:

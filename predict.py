@@ -57,12 +57,6 @@ ANALYSED = {}                            # H100 and H200 run the same machine co
 # Counting instructions
 
 
-class Instruction(NamedTuple):
-    name: str          # as LDG.E.128
-    conditional: bool
-    target: int | None  # of a branch: number of an instruction
-
-
 class Loop(NamedTuple):
     """How often a loop turns: `turns` of its source, each with `each` instructions called `marker`.
 
@@ -73,19 +67,6 @@ class Loop(NamedTuple):
     marker: str
     each: float
     turns: float
-
-
-def parse(text):
-    """The instructions of a disassembly."""
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][^;]*?)\s*;", text)
-    number = {int(address, 16): n for n, (address, _, _) in enumerate(found)}
-    code = []
-    for _, predicate, words in found:
-        name, _, operands = words.partition(" ")
-        name = "NOP" if predicate == "!PT" else name  # never done: takes an issue slot only
-        target = number.get(int(operands.split()[-1].strip("`()"), 16)) if name.startswith("BRA") else None
-        code.append(Instruction(name, bool(predicate) or name.startswith("BRA") and "," in operands, target))
-    return code
 
 
 def executions(code, loops, share=1.0):
@@ -266,9 +247,9 @@ def dense_flops(config):
 
 def analyse(kernel, capability):
     """What a kernel takes of an SM, and the warp instructions of a token."""
-    cubin, shared = aot.machine_code(kernel.launch, capability)
-    registers = int(re.search(r"REG:(\d+)", aot.cuobjdump(cubin, "--dump-resource-usage").partition("Function")[2])[1])
-    code, (_, grid, arguments) = parse(aot.cuobjdump(cubin, "-sass")), kernel.launch
+    target, (_, grid, arguments) = f"sm_{capability}", kernel.launch
+    registers, _, _, shared, _ = aot.needs(kernel.launch, target)
+    code = aot.parse(aot.cuobjdump(aot.compiled(kernel.launch, target).asm["cubin"], "-sass"))
     times, loops = executions(code, kernel.loops, kernel.share)
     each = math.prod(grid) * arguments["num_warps"] / kernel.tokens  # warps a token
     return dict(registers=registers, shared=shared, warps_per_sm=occupancy(registers, shared, arguments["num_warps"]),

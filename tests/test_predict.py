@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+import aot
 import ops
 import predict
 from config import load
@@ -63,7 +64,7 @@ def test_instructions_of_a_kernel_known_by_hand(compiled):
 
 
 def test_loops_and_branches_of_a_listing():
-    code = predict.parse("""
+    code = aot.parse("""
         /*0000*/                   MOV R1, R2 ;
         /*0010*/                   LDG.E R3, desc[UR4][R2.64] ;
         /*0020*/              @!P1 BRA 0x50 ;
@@ -87,7 +88,7 @@ def test_loops_and_branches_of_a_listing():
 def test_a_stretch_that_a_branch_passes_over_runs_in_its_share_of_the_turns(conditional):
     """An if, or an if that jumps to its else and comes back over it."""
     lines = ["@!P1 BRA 0x200" if conditional else "BRA 0x200", *["FADD R4, R4, R3"] * 31, "@P0 BRA 0x0", "EXIT"]
-    code = predict.parse("".join(f"/*{16 * n:04x}*/ {line} ;\n" for n, line in enumerate(lines)))
+    code = aot.parse("".join(f"/*{16 * n:04x}*/ {line} ;\n" for n, line in enumerate(lines)))
     times, _ = predict.executions(code, [predict.Loop("FADD", 31, 8)], 0.25)
     assert times == [8] + [2] * 31 + [8, 1]
 
