@@ -203,10 +203,10 @@ def step_kernels(config, cache):
             launch = kernels.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level])
             tile = launch[2]
             moved = 2 * d + 8 * P + 4 * C
-            again = 2 * d * (P * W / 256 - 1)  # x goes past L1, once in every 512 bytes of its parents' rows
             yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,
                          moved + 8 * C * (8 * low * D > cache / 2),
-                         moved + 8 * C + again + 2 * d * D * P / tile["BM"], flops=2 * C * d)
+                         # The parents of a token find its x in L1.
+                         moved + 8 * C + 2 * d * D * P / tile["BM"], flops=2 * C * d)
             launch, moved, loads = (kernels.select_launch(z, parents, generators, indices, coefs),
                                     4 * C + 8 * P + 12 * k, 1)
             again = 4 * C  # two scans
