@@ -149,8 +149,8 @@ def cross_entropy_op(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
     """The mean loss, and N times its gradients to x and weight, made while a part's logits are there, so that none is
     made twice: (softmax - onehot) weight and (softmax - onehot)^T x. Without `gradients` these are empty.
 
-    Products are in the type of x, softmax and sums over parts in at least float32. One operator, so that a compiler
-    can neither keep the parts' logits for the backward pass nor run parts side by side.
+    Products are in the type of x, softmax and sums over parts in at least float32. One operator: a compiler that sees
+    the parts arranges them anew, and in bfloat16 holds nearly as much as without them.
     """
     N, V = len(x), len(weight)
     rounded, wide = weight.to(x.dtype), torch.promote_types(x.dtype, torch.float32)
@@ -159,7 +159,7 @@ def cross_entropy_op(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
     to_weight.zero_()
     for part in parts(N, V):
         target = targets[part, None]
-        scores = F.log_softmax(F.linear(x[part], rounded), -1, dtype=wide)  # (part, V)
+        scores = F.log_softmax(F.linear(x[part], rounded).to(wide), -1)  # (part, V)
         loss -= scores.gather(1, target).sum()
         if gradients:
             scores = scores.exp_().scatter_add_(1, target, loss.new_full(target.shape, -1)).to(x.dtype)
