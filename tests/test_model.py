@@ -142,6 +142,7 @@ def test_a_model_in_bfloat16_sums_its_parts_in_float32(monkeypatch):
     monkeypatch.setattr(model_module, "LOGITS", 600)
     x, weight, targets = head(300, dtype=torch.bfloat16)
     assert_as_good(*(with_gradients(loss(x, weight, targets), x, weight) for loss in (cross_entropy, plain, exact)))
+    assert cross_entropy_op(x.detach(), weight.detach(), targets, True)[2].dtype == torch.float32
 
 
 def memory(run):
