@@ -36,7 +36,7 @@ import predict
 from dpb import DeepParityBottleneck, update_moments
 from helpers import check_writable, progress, provenance, run_script, within, write_json
 from kloosterman import log2_width
-from model import GPT
+from model import GPT, parts
 from optim import MuonAdam, split_parameters
 
 # variants of a row, and the paper's overhead on 4 H200
@@ -172,8 +172,9 @@ def start(row, variant, options):
     with torch.device("meta"):
         weights = GPT(config).count_parameters()
     optimiser = options.optimiser or row == "tiny"
-    need = (weights * 4 * (4 if optimiser else 2)
-            + 3 * options.batch * config.context * (config.vocab_size * 4 + 40 * config.d * config.layers))
+    tokens = options.batch * config.context
+    logits = parts(tokens, config.vocab_size)[0].stop * config.vocab_size  # that a loss holds at once
+    need = weights * 4 * (4 if optimiser else 2) + 3 * (logits * 4 + tokens * 40 * config.d * config.layers)
     if need > room():
         return f"does not fit: needs about {need / GIB:.0f} GiB, {room() / GIB:.0f} are free"
     arguments = [row, variant, options.layers_of(row), 8 if row == "tiny" else options.batch, optimiser]

@@ -18,9 +18,11 @@ from torch import nn
 
 from dpb import Code, DeepParityBottleneck, reconstruction_loss, variance_loss
 from kernels import rescale
+from kernels_cpu import chunks
 
 BOTTLENECKS = ("none", "parity", "topk")
 SITES = ("mlp", "attention")
+LOGITS = 2 ** 25  # a loss holds up to so many at once, 128 MiB; tiny has 2^21 in a pass and just these in evaluation
 
 
 class TopKBottleneck(nn.Module):
@@ -119,6 +121,87 @@ class Block(nn.Module):
         return y
 
 
+# The loss
+
+
+def cross_entropy(x, weight, targets):
+    """Mean over N tokens of -log softmax(weight x)[target]: x (N, d), weight (V, d), targets (N,).
+
+    Few logits are simply made. Of many, a part of the tokens' at a time is, and none is kept for the backward pass.
+    """
+    if x.shape[0] * weight.shape[0] <= LOGITS:
+        return F.cross_entropy(F.linear(x, weight).float(), targets)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return cross_entropy_op(x, weight, targets, torch.is_grad_enabled())[0]
+
+
+def parts(N, V):
+    """Slices of N tokens whose logits are held at once: LOGITS of them, or an eighth of all if that is more, since each
+    part reads and writes the whole gradient of the weight."""
+    count = min(8, -(-N * V // LOGITS))
+    return chunks(N, 1, -(-N // count))
+
+
+@torch.library.custom_op("parity::cross_entropy", mutates_args=())
+def cross_entropy_op(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+                     gradients: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The mean loss, and N times its gradients to x and weight, made while a part's logits are there, so that none is
+    made twice: (softmax - onehot) weight and (softmax - onehot)^T x. Without `gradients` these are empty.
+
+    Products are in the type of x, softmax and sums over parts in at least float32. One operator: a compiler that sees
+    the parts arranges them anew, and in bfloat16 holds nearly as much as without them.
+    """
+    N, V = len(x), len(weight)
+    rounded, wide = weight.to(x.dtype), torch.promote_types(x.dtype, torch.float32)
+    loss = torch.zeros((), dtype=wide, device=x.device)
+    to_x, to_weight = empty_gradients(x, weight, gradients)
+    to_weight.zero_()
+    for part in parts(N, V):
+        target = targets[part, None]
+        scores = F.log_softmax(F.linear(x[part], rounded).to(wide), -1)  # (part, V)
+        loss -= scores.gather(1, target).sum()
+        if gradients:
+            scores = scores.exp_().scatter_add_(1, target, loss.new_full(target.shape, -1)).to(x.dtype)
+            torch.mm(scores, rounded, out=to_x[part])
+            if to_weight.dtype == x.dtype:
+                to_weight.addmm_(scores.T, x[part])
+            else:
+                to_weight += scores.T @ x[part]
+        del scores  # before the next part's are made
+    return loss / N, to_x, to_weight
+
+
+def empty_gradients(x, weight, gradients):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (torch.empty_like(x) if gradients else x.new_empty(0),
+            torch.empty(weight.shape if gradients else 0, dtype=wide, device=weight.device))
+
+
+@cross_entropy_op.register_fake
+def _(x, weight, targets, gradients):
+    to_x, to_weight = empty_gradients(x, weight, gradients)
+    return to_weight.new_empty(()), to_x, to_weight
+
+
+def keep_gradients(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+
+
+def scale_gradients(ctx, grad, *others):
+    if any(other is not None for other in others):
+        raise NotImplementedError("the loss by parts has no second derivative: give fewer tokens, or raise LOGITS")
+    if grad is None:  # zero, by autograd's convention
+        return None, None, None, None
+    to_x, to_weight = ctx.saved_tensors
+    scale = grad / to_x.shape[0]  # len() would fix the number of tokens for a compiler
+    return (to_x.to(scale.dtype) * scale).to(to_x.dtype), to_weight * scale, None, None
+
+
+cross_entropy_op.register_autograd(scale_gradients, setup_context=keep_gradients)
+
+
 class GPT(nn.Module):
     """config: anything with the attributes layers, d, heads, context, vocab_size, bottleneck, site, bits, active,
     children, standardise, selection, seed, variance_weight, reconstruction_weight and n_min: a Config of config.py."""
@@ -167,10 +250,10 @@ class GPT(nn.Module):
         weights = {"variance": self.config.variance_weight, "reconstruction": self.config.reconstruction_weight}
         if record is None and targets is not None and any(weights.values()):
             record = []
-        logits = F.linear(self.hidden(tokens, edit, cache, record), self.embedding.weight)  # (B, T, V)
+        x = self.hidden(tokens, edit, cache, record)  # (B, T, d)
         if targets is None:
-            return logits
-        losses = {"lm": F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())}
+            return F.linear(x, self.embedding.weight)  # (B, T, V)
+        losses = {"lm": cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten())}
         if weights["variance"]:
             m = self.blocks[0].bottleneck.m
             losses["variance"] = sum(variance_loss(code, m, self.config.n_min) for code, _, _ in record) / len(record)

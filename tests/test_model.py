@@ -1,13 +1,19 @@
 """The model: sizes, losses, editing, generation, compiling."""
+import contextlib
 import dataclasses
+import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 import config
+import model as model_module
 from config import Config
 from dpb import Code
-from model import GPT, TopKBottleneck
+from model import GPT, TopKBottleneck, cross_entropy, cross_entropy_op
 
 TINY = Config(layers=2, d=64, heads=2, context=32, vocab_size=100, bits=(6, 10), active=(4, 8), children=(31,))
 
@@ -51,6 +57,137 @@ def test_losses_by_name_and_gradients_for_all(bottleneck, site):
     total.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
     assert abs(losses["lm"].item() - 4.6) < 0.3  # ln 100: it knows nothing yet
+
+
+# The loss by parts: the plain cross entropy is the judge
+
+
+def plain(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight).float(), targets)
+
+
+def exact(x, weight, targets):
+    return F.cross_entropy(F.linear(x.double(), weight.double()), targets)
+
+
+def head(N, V=100, d=48, dtype=torch.float32):
+    rng = torch.Generator().manual_seed(N)
+    x, weight = (torch.randn(rows, d, generator=rng, dtype=dtype).requires_grad_() for rows in (N, V))
+    return x, weight, torch.randint(0, V, (N,), generator=rng)
+
+
+def with_gradients(loss, *inputs):
+    """The loss and its gradients; by a third of it, as training that accumulates over three passes."""
+    return loss.detach(), *torch.autograd.grad(loss / 3, inputs)
+
+
+def assert_as_good(found, judged, truth):
+    """No more than twice the error that the plain loss makes, or than one rounding."""
+    for ours, theirs, true in zip(found, judged, truth, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == true.shape
+        error, allowed = ((other.double() - true.double()).norm() for other in (ours, theirs))
+        assert error <= 2 * allowed + torch.finfo(theirs.dtype).eps * true.double().norm()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("N", [1, 2, 7, 41, 300])
+def test_the_loss_by_parts_is_as_exact_as_the_plain_one(N, autocast, monkeypatch):
+    """300 tokens are seven parts of 38 and one of 34, 41 six of 6 and one of 5; of fewer, each is a part."""
+    monkeypatch.setattr(model_module, "LOGITS", 600 if N > 7 else 99)
+    x, weight, targets = head(N)
+    truth = with_gradients(exact(x, weight, targets), x, weight)
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        found, judged = (with_gradients(loss(x, weight, targets), x, weight) for loss in (cross_entropy, plain))
+        with torch.no_grad():
+            assert torch.equal(cross_entropy(x, weight, targets), found[0])
+    assert_as_good(found, judged, truth)
+
+
+@pytest.mark.parametrize("bottleneck", ["none", "parity", "topk"])
+def test_a_model_has_the_gradients_of_the_plain_loss(bottleneck, monkeypatch):
+    """The embedding's come from both of its ends; the other losses do not change at all."""
+    aux = {} if bottleneck == "none" else dict(variance_weight=0.05, reconstruction_weight=0.1, n_min=2)
+    model, results, others = build(bottleneck=bottleneck, **aux), [], []
+    monkeypatch.setattr(model_module, "LOGITS", 1000)
+    for loss in cross_entropy, plain, exact:
+        monkeypatch.setattr(model_module, "cross_entropy", loss)
+        losses = model(*batch())
+        results.append(with_gradients(model.total_loss(losses), *model.parameters()))
+        others.append([value for name, value in losses.items() if name != "lm"])
+    assert_as_good(*results)
+    assert all(torch.equal(*pair) for pair in zip(*others[:2]))
+
+
+def test_few_logits_are_simply_made():
+    """So that the tiny models learn bit for bit as they always did, and are evaluated so, on more tokens at a time."""
+    x, weight, targets = head(50)
+    for found, judged in zip(*(with_gradients(loss(x, weight, targets), x, weight) for loss in (cross_entropy, plain))):
+        assert torch.equal(found, judged)
+    settings = config.load(["configs/tiny.py"])
+    assert max(settings.batch_tokens, 16384) * settings.vocab_size <= model_module.LOGITS
+
+
+def test_gradients_by_parts_in_double_precision(monkeypatch):
+    monkeypatch.setattr(model_module, "LOGITS", 60)
+    x, weight, targets = head(11, V=13, d=5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda *inputs: cross_entropy(*inputs, targets), (x, weight))
+    for gradients in False, True:
+        torch.library.opcheck(cross_entropy_op, (x.detach(), weight.detach(), targets, gradients))
+    first, = torch.autograd.grad(cross_entropy(x, weight, targets), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        first.sum().backward()
+
+
+def test_a_model_in_bfloat16_sums_its_parts_in_float32(monkeypatch):
+    monkeypatch.setattr(model_module, "LOGITS", 600)
+    x, weight, targets = head(300, dtype=torch.bfloat16)
+    assert_as_good(*(with_gradients(loss(x, weight, targets), x, weight) for loss in (cross_entropy, plain, exact)))
+    assert cross_entropy_op(x.detach(), weight.detach(), targets, True)[2].dtype == torch.float32
+
+
+def memory(run):
+    """(largest, most at a time) of the bytes that torch took while it ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    taken = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(taken), max(itertools.accumulate(taken))
+
+
+@pytest.mark.parametrize("bottleneck", ["none", "parity", "topk"])
+def test_the_logits_are_never_all_in_memory(bottleneck, monkeypatch):
+    model = build(bottleneck=bottleneck, layers=1, d=64, vocab_size=5000)
+    tokens, targets = batch(B=20, T=32)
+    logits = 20 * 32 * 5000 * 4  # bytes
+
+    def train():
+        model(tokens, targets)["lm"].backward()
+        model.zero_grad()
+
+    def evaluate():
+        with torch.no_grad():
+            model(tokens, targets)
+    for run, held in (train, 3), (evaluate, 2):
+        monkeypatch.setattr(model_module, "LOGITS", 2 ** 25)
+        run()  # tables
+        _, before = memory(run)
+        monkeypatch.setattr(model_module, "LOGITS", 2 ** 17)
+        largest, after = memory(run)
+        assert largest < logits / 4  # learned TopK's scores are a fifth
+        assert before >= held * logits and before - after > (held - 1) * logits
+
+
+def test_one_rank_of_many_has_the_same_gradients_by_parts(monkeypatch):
+    monkeypatch.setattr(model_module, "LOGITS", 1000)
+    model, gradients = build(), []
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for run in model, DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True):
+            model.zero_grad()
+            run(*batch())["lm"].backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+    finally:
+        distributed.destroy_process_group()
+    assert all(torch.equal(*pair) for pair in zip(*gradients))
 
 
 def test_no_token_sees_a_later_one():
@@ -186,3 +323,17 @@ def test_the_model_compiles_with_the_bottleneck_in_it():
         results.append((loss.detach(), model.embedding.weight.grad.clone()))
     for eager, compiled in zip(*results):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_compiles_with_the_loss_by_parts_in_it(monkeypatch):
+    """In one graph, for training and for evaluation, and for any number of tokens."""
+    monkeypatch.setattr(model_module, "LOGITS", 1000)
+    model = build(layers=1, bottleneck="none")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for stance, (tokens, targets) in ("default", batch()), ("fail_on_recompile", batch(B=2, T=31)):
+        with torch.compiler.set_stance(stance):
+            eager, found = (with_gradients(run(tokens, targets)["lm"], *model.parameters())
+                            for run in (model, compiled))
+            torch.testing.assert_close(found, eager)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(tokens, targets)["lm"], eager[0])
