@@ -128,8 +128,10 @@ def cross_entropy(x, weight, targets):
     """Mean over N tokens of -log softmax(weight x)[target]: x (N, d), weight (V, d), targets (N,).
 
     Few logits are simply made. Of many, a part of the tokens' at a time is, and none is kept for the backward pass.
+    On a GPU a compiler fuses the plain loss and keeps its logits in bfloat16 only, which is faster as long as they fit.
     """
-    if x.shape[0] * weight.shape[0] <= LOGITS:
+    fused = x.is_cuda and torch.compiler.is_compiling()
+    if x.shape[0] * weight.shape[0] <= (32 * LOGITS if fused else LOGITS):
         return F.cross_entropy(F.linear(x, weight).float(), targets)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
