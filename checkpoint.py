@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import tiktoken
 import torch
+import torch.distributed as dist
 
 import config as configs
 from helpers import UserError, first_line, whole_file
@@ -83,6 +84,28 @@ def load_newest(out, say=print):
     if problems:
         raise UserError(f"{'; '.join(map(str, problems))}. --fresh=true starts over")
     return None
+
+
+def map_tensors(function, content):
+    """The content with function(tensor) in place of each tensor in it."""
+    if isinstance(content, dict):
+        return {key: map_tensors(function, value) for key, value in content.items()}
+    return function(content) if isinstance(content, torch.Tensor) else content
+
+
+def send(content, device):
+    """Rank 0's content, on every rank: its tensors one at a time, by way of the device that the ranks speak through."""
+    if not dist.is_initialized():
+        return content
+    first = dist.get_rank() == 0
+    outline = [map_tensors(lambda tensor: tensor.to("meta"), content)]
+    dist.broadcast_object_list(outline, src=0, device=device)
+
+    def receive(tensor):
+        moved = tensor.to(device) if first else torch.empty_like(tensor, device=device)
+        dist.broadcast(moved, src=0)
+        return moved.cpu()
+    return map_tensors(receive, content if first else outline[0])
 
 
 class Run(NamedTuple):

@@ -27,15 +27,16 @@ from torch.nn.parallel import DistributedDataParallel
 import config as configs
 import data
 import plot
-from checkpoint import checkpoint_path, load, load_newest, load_weights, save
+from checkpoint import checkpoint_path, load, load_newest, load_weights, save, send
 from dpb import DeepParityBottleneck, update_moments
 from features import FeatureCounts
 from helpers import UserError, locked, progress, provenance, run_script, say, whole_file, write_json
 from model import GPT
 from optim import MuonAdam, schedule, split_parameters
-from ranks import all_reduce, barrier, leave_ranks, start_ranks
+from ranks import agree, all_or_none, all_reduce, barrier, is_first_of_node, leave_ranks, start_ranks
 from tokenizer import load_tokenizer, pack_tokenizer
 
+OF_A_NODE = {"data", "out"}  # settings that may differ between nodes: the data is compared, out/ is rank 0's alone
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "4090": 165e12}  # dense bfloat16, per second
 
 
@@ -145,8 +146,12 @@ class Run:
 
 def train(config):
     run = set_up(config, *start_ranks(config.device))
-    with locked(config.out) if run.rank == 0 else contextlib.nullcontext():
-        if resume(run):
+    with contextlib.ExitStack() as held:
+        with all_or_none():
+            if run.rank == 0:
+                held.enter_context(locked(config.out))
+            checkpoint = find_checkpoint(run) if run.rank == 0 else None
+        if resume(run, send(checkpoint, run.device)):
             if not loop(run):
                 note = " (if torchrun shows a SignalException now, it is its own, and no harm)" * (run.ranks > 1)
                 return say(f"stopped at step {run.step}, saved: the same command goes on from there{note}")
@@ -159,9 +164,12 @@ def set_up(config, rank, ranks, device):
     """Everything that a run needs, checked before anything on disk is touched."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # what is left in float32 on a GPU may use TF32
+    settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in OF_A_NODE}
+    agree(settings, "give the same command on every node")
     micros = micro_steps(config, ranks)
-    if rank == 0:
-        find_loggers(config)
+    with all_or_none():
+        if rank == 0:
+            find_loggers(config)
     tokens, val_tokens, encoding = open_data(config, rank)
     model = GPT(config).to(device)
     for module in model.modules():
@@ -177,24 +185,40 @@ def is_toy(config):
 
 def open_data(config, rank):
     """(training tokens, validation tokens, tokenizer); makes the toy corpus where it is asked for and missing."""
-    state = data.read_state(config.data, must=False)
-    if rank == 0 and is_toy(config) and not (state and state["done"]):
-        data.prepare_toy(config.data)
-    barrier()
-    splits = [data.Tokens(config.data, split, verify=rank == 0) for split in ("train", "val")]
-    data.check_vocabulary(splits[0], config.vocab_size)
-    for split in splits:
-        split.count(config.context)  # at least one window, or a sentence
-    return *splits, load_tokenizer(config.data)
+    with all_or_none():
+        state = data.read_state(config.data, must=False)
+        if rank == 0 and is_toy(config) and not (state and state["done"]):
+            data.prepare_toy(config.data)
+    with all_or_none():
+        splits = [data.Tokens(config.data, split, verify=is_first_of_node()) for split in ("train", "val")]
+        data.check_vocabulary(splits[0], config.vocab_size)
+        for split in splits:
+            split.count(config.context)  # at least one window, or a sentence
+        encoding = load_tokenizer(config.data)
+    agree({f"tokens of {split.split}": split.identity() for split in splits}, "copy the same data to every node")
+    return *splits, encoding
 
 
 # Resume: from the run's own checkpoint, from the weights of another, or from nothing
 
 
-def resume(run):
-    """Whether there is anything left to do."""
+def find_checkpoint(run):
+    """What rank 0 goes on from, and with it all ranks: theirs may be a folder without it, or with an older one."""
     config = run.config
     checkpoint = None if config.fresh else load_newest(config.out, say)
+    if not checkpoint:
+        held = [name for name in ("ckpt.pt", "best.pt") if os.path.exists(run.path(name))]
+        held += ["metrics.jsonl"] if any("val_loss" in row for row in plot.read_metrics(config.out)) else []
+        if held and not config.fresh:
+            raise UserError(f"{config.out} holds {' and '.join(held)} of a run, but no checkpoint to go on from: "
+                            "choose another --out, or start over with --fresh=true")
+        run.fresh = secrets.token_hex(4) if held else ""
+    return checkpoint
+
+
+def resume(run, checkpoint):
+    """Whether there is anything left to do."""
+    config = run.config
     if checkpoint:
         restore(run, checkpoint)
         if run.step >= config.max_steps or run.stopped:
@@ -204,15 +228,9 @@ def resume(run):
             return False
         say(f"continuing {config.out} from step {run.step}")
         return True
-    if run.rank == 0:
-        held = [name for name in ("ckpt.pt", "best.pt") if os.path.exists(run.path(name))]
-        held += ["metrics.jsonl"] if any("val_loss" in row for row in plot.read_metrics(config.out)) else []
-        if held and not config.fresh:
-            raise UserError(f"{config.out} holds {' and '.join(held)} of a run, but no checkpoint to go on from: "
-                            "choose another --out, or start over with --fresh=true")
-        run.fresh = secrets.token_hex(4) if held else ""
     if config.init_from:
-        take_weights(run, checkpoint_path(config.init_from))
+        with all_or_none():
+            take_weights(run, checkpoint_path(config.init_from))
     return True
 
 
@@ -322,7 +340,8 @@ def parallel(run):
     if config.compile == "yes" or config.compile == "auto" and run.device.type == "cuda":
         forward = torch.compile(forward)
     if run.ranks > 1:
-        forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+        # Once, here, rank 0's weights and buffers go to all; then the buffers move alike on every rank.
+        forward = DistributedDataParallel(forward, forward_sync_buffers=False, gradient_as_bucket_view=True)
     return forward
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -528,3 +529,90 @@ def test_help_lists_every_setting():
     run = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0
     assert all(f"--{key}=" in run.stdout for key in configs.KEYS)
+
+
+# Several nodes without a shared folder: one process each, with an out/ and perhaps data of its own
+
+SLOW = """
+import datetime, functools, sys, time
+import torch.distributed as dist
+import data, train
+
+timeout = datetime.timedelta(seconds=3)
+dist.init_process_group = functools.partial(dist.init_process_group, timeout=timeout)
+crc32 = data.zlib.crc32
+
+def slow(content, *rest):
+    if len(content) > data.HEADER:  # the tokens of a shard, not its header
+        time.sleep(2 * timeout.total_seconds())
+    return crc32(content, *rest)
+
+data.zlib.crc32 = slow
+train.run_script(train.main)
+"""
+
+
+def nodes(*commands, script="train.py", local_ranks=(0, 0)):
+    """[(exit code, what it printed)] of two processes with these arguments."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                           "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    started = [subprocess.Popen([sys.executable, script, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, env=common | {"RANK": str(rank), "LOCAL_RANK": str(local)})
+               for rank, (local, command) in enumerate(zip(local_ranks, commands))]
+    try:
+        return [(process.communicate(timeout=120)[0], process.returncode)[::-1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def all_say(ended, *words):
+    """Both ended with a sentence that has these words."""
+    for code, printed in ended:
+        assert code == 1 and "Traceback" not in printed and "this is a bug" not in printed, printed
+        assert all(word in printed for word in words), printed
+
+
+def stop_before(step, monkeypatch):
+    """Runs of this process end with an error before they take this step."""
+    real = train.train_step
+
+    def fail(run, *rest):
+        if run.step == step:
+            raise UserError("the lights went out")
+        return real(run, *rest)
+    monkeypatch.setattr(train, "train_step", fail)
+
+
+def test_a_node_without_the_checkpoint_goes_on_from_that_of_rank_0(arguments, tmp_path, monkeypatch):
+    whole = go(arguments("whole"))
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the lights went out"):
+        stop_before(8, patch)
+        go(arguments())
+    ended = nodes(arguments(), arguments("nothing"))
+    assert [code for code, _ in ended] == [0, 0] and "from step 8" in ended[0][1], ended
+    close(whole, rows_of(tmp_path / "run"))
+    assert not (tmp_path / "nothing").exists() and not any("_buffers" in text for _, text in ended), ended
+
+
+def test_nodes_with_other_settings_or_other_data_stop(arguments, tmp_path):
+    all_say(nodes(arguments(), arguments("two", eval_every=7)),
+            "rank 1 on", "has eval_every=7", "has 6: give the same command on every node")
+    other = tmp_path / "other"
+    data.prepare_toy(str(other), tokens=50_000)
+    all_say(nodes(arguments(), arguments("two", data=other)), "has tokens of train=", "copy the same data to every")
+    with open(other / "train_00000.bin", "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\1\2")
+    all_say(nodes(arguments(), arguments("two", data=other)), str(other / "train_00000.bin"), "checksum")
+    assert not (tmp_path / "run").exists()
+
+
+def test_checking_the_data_may_take_longer_than_the_timeout_of_a_collective(arguments, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    run = arguments(max_steps=2)
+    ended = nodes(run, run, script=str(tmp_path / "slow.py"), local_ranks=(0, 1))  # one node: its first rank checks
+    assert [code for code, _ in ended] == [0, 0] and rows_of(tmp_path / "run")[-1]["step"] == 2, ended
