@@ -437,7 +437,7 @@ def test_a_fresh_run_killed_while_it_replaces_the_older_one_goes_on_replacing(ar
 
 
 def test_best_is_written_even_if_the_run_was_killed_before_that(arguments, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "save_best", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(train, "save_best", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         go(arguments(save_every=100))  # the first evaluation, at step 6, saves a checkpoint, then the best
     monkeypatch.undo()
@@ -616,3 +616,68 @@ def test_checking_the_data_may_take_longer_than_the_timeout_of_a_collective(argu
     run = arguments(max_steps=2)
     ended = nodes(run, run, script=str(tmp_path / "slow.py"), local_ranks=(0, 1))  # one node: its first rank checks
     assert [code for code, _ in ended] == [0, 0] and rows_of(tmp_path / "run")[-1]["step"] == 2, ended
+
+
+# What is written while the run goes on
+
+
+def test_the_run_goes_on_while_a_checkpoint_is_written_which_is_that_of_its_step(arguments, monkeypatch):
+    real_save, real_step, at = torch.save, train.train_step, [0]
+
+    def step(run, *rest):
+        result = real_step(run, *rest)
+        at[0] = run.step
+        return result
+
+    def weights_of_checkpoints(name, steps):
+        """What is written, by a disk that takes as long as some steps."""
+        found, writing = {}, []
+
+        def slow(content, file):
+            assert not writing
+            writing.append(file)
+            deadline = time.time() + 10
+            while at[0] < min(content["step"] + steps, 12):
+                assert time.time() < deadline, "the run waits"
+                time.sleep(0.01)
+            real_save(content, file)
+            writing.clear()
+            found[content["step"]] = {key: value.clone() for key, value in content["model"].items()}
+        monkeypatch.setattr(torch, "save", slow)
+        go(arguments(name, eval_every=100))
+        return found
+    monkeypatch.setattr(train, "train_step", step)
+    quick, slow = weights_of_checkpoints("quick", 0), weights_of_checkpoints("slow", 3)
+    assert quick.keys() == slow.keys() == {4, 8, 12}
+    assert all(torch.equal(quick[step][key], slow[step][key]) for step in quick for key in quick[step])
+
+
+def test_an_error_in_the_loop_waits_for_the_writer_and_one_in_the_writer_ends_the_loop(arguments, tmp_path,
+                                                                                      monkeypatch):
+    real = torch.save
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the lights went out"):
+        stop_before(5, patch)
+        patch.setattr(torch, "save", lambda *content: (time.sleep(1), real(*content)))
+        go(arguments())
+    assert train.load(str(tmp_path / "run" / "ckpt.pt"))["step"] == 4
+    assert not list((tmp_path / "run").glob("*.tmp"))
+    monkeypatch.setattr(torch, "save", lambda *content: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        go(arguments())
+
+
+def test_best_is_a_second_name_of_a_checkpoint_of_its_step(arguments, tmp_path, monkeypatch):
+    go(arguments("linked"))
+    assert os.path.samefile(tmp_path / "linked" / "best.pt", tmp_path / "linked" / "ckpt.pt")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the lights went out"):
+        stop_before(10, patch)
+        go(arguments("apart", save_every=4, eval_every=3))  # checkpoints at 3, 4 and 8, the best at 9
+    contents = {name: train.load(str(tmp_path / "apart" / name)) for name in ("ckpt.pt", "best.pt")}
+    assert [content["step"] for content in contents.values()] == [8, 9] and "optimizer" not in contents["best.pt"]
+
+    def refuse(*names):
+        raise OSError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "link", refuse)  # a file system without links
+    go(arguments("copied"))
+    best = train.load(str(tmp_path / "copied" / "best.pt"))
+    assert best["step"] == train.load(str(tmp_path / "copied" / "ckpt.pt"))["step"] == 12 and "optimizer" not in best
