@@ -285,12 +285,14 @@ def loop(run):
         f"{config.batch_tokens // config.context // run.ranks // run.micros} x {config.context} tokens a step")
     warmup = min(config.warmup_steps, config.max_steps - round(config.decay_fraction * config.max_steps))
     peak = peak_flops(run.device)
-    began, first, since = time.perf_counter(), run.step, time.perf_counter()
+    began, first, since, worked = time.perf_counter(), run.step, time.perf_counter(), 0.0
     with stop_signals() as asked, contextlib.closing(batches(run)) as source, run.writer:
         while run.step < config.max_steps and not run.stopped:
             rate = schedule(run.step, config.max_steps, warmup, config.decay_fraction)
             loss, grad_norm, leave = train_step(run, forward, source, rate, asked)
             now, steps = time.perf_counter(), run.step - first
+            # Seconds of steps alone. The first compiles, and is left out as soon as there is another.
+            worked = now - since + (worked if steps > 2 else 0)
             row = {"step": run.step, "tokens": run.step * config.batch_tokens,
                    "loss": loss, "lr": config.muon_lr * rate, "grad_norm": grad_norm}
             final = run.step == config.max_steps
@@ -298,7 +300,7 @@ def loop(run):
                 row |= examine(run)
                 say(describe(row, config))
             if metrics and (run.step % config.log_every == 0 or "val_loss" in row):
-                row["tokens_per_second"] = round(config.batch_tokens * steps / (now - began))
+                row["tokens_per_second"] = round(config.batch_tokens * max(1, steps - 1) / worked)
                 metrics.write(row)
             show_progress(config, run.step, loss, now - since, (now - began) / steps, model, peak, run.ranks)
             is_best, must = run.best_step == run.step, final or run.stopped or leave

@@ -681,3 +681,21 @@ def test_best_is_a_second_name_of_a_checkpoint_of_its_step(arguments, tmp_path, 
     go(arguments("copied"))
     best = train.load(str(tmp_path / "copied" / "best.pt"))
     assert best["step"] == train.load(str(tmp_path / "copied" / "ckpt.pt"))["step"] == 12 and "optimizer" not in best
+
+
+def test_tokens_per_second_are_those_of_steps_alone(arguments, tmp_path, monkeypatch):
+    clock = [0]
+
+    def taking(seconds, function):
+        def timed(run, *rest):
+            result = function(run, *rest)
+            clock[0] += seconds(run)
+            return result
+        return timed
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(train, "train_step", taking(lambda run: 64 if run.step == 1 else 2, train.train_step))
+    for name in "examine", "save_run":
+        monkeypatch.setattr(train, name, taking(lambda run: 100, getattr(train, name)))
+    go(arguments())
+    speeds = [row["tokens_per_second"] for row in plot.read_metrics(str(tmp_path / "run"))]
+    assert speeds == [512 / 64] + [512 / 2] * 11
