@@ -6,6 +6,7 @@ A checkpoint is a dict of plain values and tensors, loadable with weights_only=T
 tokenizer, the model's state, and in ckpt.pt the optimiser's. torch.save writes a zip file with a checksum for each
 tensor, so zipfile can tell whether it is whole.
 """
+import concurrent.futures
 import glob
 import os
 import pickle
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import tiktoken
 import torch
+import torch.distributed as dist
 
 import config as configs
 from helpers import UserError, first_line, whole_file
@@ -29,6 +31,47 @@ def save(path, content, keep=False):
             torch.save(content, file)
     except (OSError, RuntimeError) as error:
         raise UserError(f"{path} could not be written ({error}); what was there before is kept") from error
+
+
+class Writer:
+    """A thread that does one thing at a time. What goes wrong in it is raised where it is waited for.
+
+    Leaving its `with` waits, too: however a run ends, no file is left half written.
+    """
+
+    def __init__(self):
+        self.pool, self.work = concurrent.futures.ThreadPoolExecutor(1), None
+
+    def start(self, function, *arguments):
+        self.wait()
+        self.work = self.pool.submit(function, *arguments)
+
+    def wait(self):
+        if self.work:
+            concurrent.futures.wait([self.work])  # may be interrupted: the work is not done before this returns
+            work, self.work = self.work, None
+            work.result()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.wait()
+
+
+def copied(content, device):
+    """The content as it is now, for a thread to write while the run on this device goes on.
+
+    A GPU copies to pinned memory several times as fast as to other memory, of which torch keeps what it has pinned.
+    """
+    def copy(tensor):
+        if tensor.is_cuda:
+            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        return tensor.clone() if device.type == "cpu" else tensor  # of a GPU's run: the optimiser's, copies already
+    content = map_tensors(copy, content)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return content
 
 
 def previous(path):
@@ -83,6 +126,28 @@ def load_newest(out, say=print):
     if problems:
         raise UserError(f"{'; '.join(map(str, problems))}. --fresh=true starts over")
     return None
+
+
+def map_tensors(function, content):
+    """The content with function(tensor) in place of each tensor in it."""
+    if isinstance(content, dict):
+        return {key: map_tensors(function, value) for key, value in content.items()}
+    return function(content) if isinstance(content, torch.Tensor) else content
+
+
+def send(content, device):
+    """Rank 0's content, on every rank: its tensors one at a time, by way of the device that the ranks speak through."""
+    if not dist.is_initialized():
+        return content
+    first = dist.get_rank() == 0
+    outline = [map_tensors(lambda tensor: tensor.to("meta"), content)]
+    dist.broadcast_object_list(outline, src=0, device=device)
+
+    def receive(tensor):
+        moved = tensor.to(device) if first else torch.empty_like(tensor, device=device)
+        dist.broadcast(moved, src=0)
+        return moved.cpu()
+    return map_tensors(receive, content if first else outline[0])
 
 
 class Run(NamedTuple):

@@ -66,6 +66,7 @@ class Shard(NamedTuple):
     vocab_size: int
     end: int            # the end-of-text token
     tokenizer_id: str
+    crc: int            # of the tokens
 
 
 class ShardWriter:
@@ -130,7 +131,7 @@ def open_shard(path, verify=True):
         if zlib.crc32(tokens.view(np.uint8)) != crc:
             raise UserError(f"{path} is damaged: its tokens do not match their checksum. {AGAIN}")
         VERIFIED.add(key)
-    return Shard(tokens, vocab_size, end, tokenizer_id.decode())
+    return Shard(tokens, vocab_size, end, tokenizer_id.decode(), crc)
 
 
 # Sources: where documents come from.
@@ -532,8 +533,8 @@ def prepare_toy(out, tokens=3_000_000):
 class Tokens:
     """The tokens of one split of a folder, 0 .. len - 1, across its shards.
 
-    verify: check the shards' checksums, once per process, at more than a gigabyte a second. With many ranks on one
-    machine, one of them is enough.
+    verify: check the shards' checksums, once per process, at more than a gigabyte a second. With many ranks, one on
+    each machine is enough.
     """
 
     def __init__(self, folder, split="train", verify=True):
@@ -546,10 +547,10 @@ class Tokens:
         with concurrent.futures.ThreadPoolExecutor() as pool:  # the checksum, too, works without the global lock
             self.shards = list(pool.map(functools.partial(open_shard, verify=verify), paths))
         for (_, count), path, shard in zip(state["shards"][split], paths, self.shards):
-            if shard[1:] != self.shards[0][1:] or len(shard.tokens) != count:
+            if shard[1:4] != self.shards[0][1:4] or len(shard.tokens) != count:
                 raise UserError(f"{path} belongs to other data: it does not match state.json and {paths[0]}. {AGAIN}")
         self.folder, self.split = folder, split
-        _, self.vocab_size, self.end, self.tokenizer_id = self.shards[0]
+        _, self.vocab_size, self.end, self.tokenizer_id, _ = self.shards[0]
         path = os.path.join(folder, "tokenizer.json")
         if read_json(path, AGAIN).get("id") != self.tokenizer_id:
             raise UserError(f"{path} is not the tokenizer with which the shards were made. {AGAIN}")
@@ -557,6 +558,11 @@ class Tokens:
 
     def __len__(self):
         return self.bounds[-1]
+
+    def identity(self):
+        """The same for the same tokens in the same shards, wherever they lie; from the headers alone."""
+        shards = [(len(shard.tokens), *shard[1:]) for shard in self.shards]
+        return f"{len(self):,} ({hashlib.sha256(repr(shards).encode()).hexdigest()[:16]})"
 
     def read(self, start, stop):
         """Tokens start .. stop-1 of the stream, wherever the shards part."""

@@ -151,15 +151,22 @@ def whole_file(path, mode="w", keep=None):
 
 
 def keep_file(path, keep):
-    """A second name for a file, in place of what has it now."""
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(f"{keep}.tmp")
-    try:
-        os.link(path, f"{keep}.tmp")
-    except OSError:  # a file system without links
+    """A second name for a file, in place of what has it now; where there are no links, the only one."""
+    if not link_file(path, keep):
         os.replace(path, keep)
-    else:
-        os.replace(f"{keep}.tmp", keep)
+
+
+def link_file(path, name):
+    """A second name for a file, in place of what has it now; False on a file system without links."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{name}.tmp")
+    try:
+        os.link(path, f"{name}.tmp")
+    except OSError:
+        return False
+    os.replace(f"{name}.tmp", name)
+    sync_folder(name)
+    return True
 
 
 def sync_folder(path):

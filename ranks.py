@@ -2,14 +2,22 @@
 
     rank, ranks, device = start_ranks("auto")
 """
+import contextlib
+import itertools
+import json
 import os
 import secrets
+import socket
 import time
 
 import torch
 import torch.distributed as dist
 
 from helpers import UserError
+
+STORE = None                # where ranks leave each other notes, once there are several
+ROUNDS = itertools.count()  # of share: its calls are the same on all ranks
+PATIENCE = 2 * 60 * 60      # seconds that share waits for a rank: enough to read 40 GB at 6 MB a second
 
 
 def pick_device(name):
@@ -40,9 +48,10 @@ def start_ranks(device):
     if device == torch.device("cuda"):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    global STORE
     store, rank, ranks = next(dist.rendezvous("env://"))
-    store = store_of_this_attempt(store, rank, ranks)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
+    STORE = store_of_this_attempt(store, rank, ranks)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=STORE, rank=rank, world_size=ranks)
     return rank, ranks, device
 
 
@@ -73,6 +82,65 @@ def store_of_this_attempt(store, rank, ranks):
     return dist.PrefixStore(name, store)
 
 
+def is_first_of_node():
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def share(value):
+    """The values of all ranks, in their order: plain values that JSON keeps.
+
+    They go through the store, not through a collective, which gives up after its timeout if a rank is busy for long,
+    with the checksums of its data, say. Rank 0 leaves last, for its process may be the one that keeps the store.
+    """
+    if not STORE:
+        return [value]
+    number, rank, ranks = next(ROUNDS), dist.get_rank(), range(dist.get_world_size())
+    values, seen = ([f"{what}/{number}/{other}" for other in ranks] for what in ("value", "seen"))
+    STORE.set(values[rank], json.dumps(value))
+    if not wait_for(values, PATIENCE):
+        missing = [other for other in ranks if not STORE.check([values[other]])]
+        raise UserError(f"ranks {missing} did not answer within {PATIENCE / 3600:g} hours: see what their nodes say")
+    told = [json.loads(STORE.get(key)) for key in values]
+    STORE.set(seen[rank], "")
+    if rank == 0:
+        wait_for(seen, 30)
+    return told
+
+
+def wait_for(keys, seconds):
+    """Whether all these keys were in the store before the time was over."""
+    deadline = time.monotonic() + seconds
+    while not (there := STORE.check(keys)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return there
+
+
+@contextlib.contextmanager
+def all_or_none():
+    """What fails on one rank fails on all of them, with the same words: none is left to wait for one that is gone."""
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    told = share(problem and f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {problem}")
+    if problem:
+        raise problem
+    for text in filter(None, told):
+        raise UserError(text)
+
+
+def agree(values, way_out):
+    """An error on all ranks if {name: value} of one is another than rank 0's."""
+    told = share([socket.gethostname(), values])
+    first_host, first = told[0]
+    for rank, (host, other) in enumerate(told):
+        for name in first:
+            if other[name] != first[name]:
+                raise UserError(f"rank {rank} on {host} has {name}={other[name]}, but rank 0 on {first_host} has "
+                                f"{first[name]}: {way_out}")
+
+
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
     if dist.is_initialized():
         dist.all_reduce(tensor, op)
@@ -80,10 +148,11 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 
 
 def barrier():
-    if dist.is_initialized():
-        dist.barrier()
+    share(None)
 
 
 def leave_ranks():
+    global STORE
+    STORE = None
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -27,15 +27,16 @@ from torch.nn.parallel import DistributedDataParallel
 import config as configs
 import data
 import plot
-from checkpoint import checkpoint_path, load, load_newest, load_weights, save
+from checkpoint import Writer, checkpoint_path, copied, load, load_newest, load_weights, save, send
 from dpb import DeepParityBottleneck, update_moments
 from features import FeatureCounts
-from helpers import UserError, locked, progress, provenance, run_script, say, whole_file, write_json
+from helpers import UserError, link_file, locked, progress, provenance, run_script, say, whole_file, write_json
 from model import GPT
 from optim import MuonAdam, schedule, split_parameters
-from ranks import all_reduce, barrier, leave_ranks, start_ranks
+from ranks import agree, all_or_none, all_reduce, barrier, is_first_of_node, leave_ranks, start_ranks
 from tokenizer import load_tokenizer, pack_tokenizer
 
+OF_A_NODE = {"data", "out"}  # settings that may differ between nodes: the data is compared, out/ is rank 0's alone
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "4090": 165e12}  # dense bfloat16, per second
 
 
@@ -132,9 +133,10 @@ class Run:
     best: float = math.inf     # lowest validation loss
     best_step: int = 0
     stopped: bool = False      # at the validation loss that was asked for
-    saved: bool = False        # a checkpoint of this run exists
-    # a name for what is being made anew beside an older run, which it replaces when it is saved
+    saved: bool = False        # a checkpoint of this run was made, or tried: the same on all ranks
+    # a name for what is being made anew beside an older run, until that is replaced, when this one is saved
     fresh: str = ""
+    writer: Writer = dataclasses.field(default_factory=Writer)
 
     def path(self, name):
         return os.path.join(self.config.out, name)
@@ -145,8 +147,12 @@ class Run:
 
 def train(config):
     run = set_up(config, *start_ranks(config.device))
-    with locked(config.out) if run.rank == 0 else contextlib.nullcontext():
-        if resume(run):
+    with contextlib.ExitStack() as held:
+        with all_or_none():
+            if run.rank == 0:
+                held.enter_context(locked(config.out))
+            checkpoint = find_checkpoint(run) if run.rank == 0 else None
+        if resume(run, send(checkpoint, run.device)):
             if not loop(run):
                 note = " (if torchrun shows a SignalException now, it is its own, and no harm)" * (run.ranks > 1)
                 return say(f"stopped at step {run.step}, saved: the same command goes on from there{note}")
@@ -159,9 +165,12 @@ def set_up(config, rank, ranks, device):
     """Everything that a run needs, checked before anything on disk is touched."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # what is left in float32 on a GPU may use TF32
+    settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in OF_A_NODE}
+    agree(settings, "give the same command on every node")
     micros = micro_steps(config, ranks)
-    if rank == 0:
-        find_loggers(config)
+    with all_or_none():
+        if rank == 0:
+            find_loggers(config)
     tokens, val_tokens, encoding = open_data(config, rank)
     model = GPT(config).to(device)
     for module in model.modules():
@@ -177,24 +186,40 @@ def is_toy(config):
 
 def open_data(config, rank):
     """(training tokens, validation tokens, tokenizer); makes the toy corpus where it is asked for and missing."""
-    state = data.read_state(config.data, must=False)
-    if rank == 0 and is_toy(config) and not (state and state["done"]):
-        data.prepare_toy(config.data)
-    barrier()
-    splits = [data.Tokens(config.data, split, verify=rank == 0) for split in ("train", "val")]
-    data.check_vocabulary(splits[0], config.vocab_size)
-    for split in splits:
-        split.count(config.context)  # at least one window, or a sentence
-    return *splits, load_tokenizer(config.data)
+    with all_or_none():
+        state = data.read_state(config.data, must=False)
+        if rank == 0 and is_toy(config) and not (state and state["done"]):
+            data.prepare_toy(config.data)
+    with all_or_none():
+        splits = [data.Tokens(config.data, split, verify=is_first_of_node()) for split in ("train", "val")]
+        data.check_vocabulary(splits[0], config.vocab_size)
+        for split in splits:
+            split.count(config.context)  # at least one window, or a sentence
+        encoding = load_tokenizer(config.data)
+    agree({f"tokens of {split.split}": split.identity() for split in splits}, "copy the same data to every node")
+    return *splits, encoding
 
 
 # Resume: from the run's own checkpoint, from the weights of another, or from nothing
 
 
-def resume(run):
-    """Whether there is anything left to do."""
+def find_checkpoint(run):
+    """What rank 0 goes on from, and with it all ranks: theirs may be a folder without it, or with an older one."""
     config = run.config
     checkpoint = None if config.fresh else load_newest(config.out, say)
+    if not checkpoint:
+        held = [name for name in ("ckpt.pt", "best.pt") if os.path.exists(run.path(name))]
+        held += ["metrics.jsonl"] if any("val_loss" in row for row in plot.read_metrics(config.out)) else []
+        if held and not config.fresh:
+            raise UserError(f"{config.out} holds {' and '.join(held)} of a run, but no checkpoint to go on from: "
+                            "choose another --out, or start over with --fresh=true")
+        run.fresh = secrets.token_hex(4) if held else ""
+    return checkpoint
+
+
+def resume(run, checkpoint):
+    """Whether there is anything left to do."""
+    config = run.config
     if checkpoint:
         restore(run, checkpoint)
         if run.step >= config.max_steps or run.stopped:
@@ -204,15 +229,9 @@ def resume(run):
             return False
         say(f"continuing {config.out} from step {run.step}")
         return True
-    if run.rank == 0:
-        held = [name for name in ("ckpt.pt", "best.pt") if os.path.exists(run.path(name))]
-        held += ["metrics.jsonl"] if any("val_loss" in row for row in plot.read_metrics(config.out)) else []
-        if held and not config.fresh:
-            raise UserError(f"{config.out} holds {' and '.join(held)} of a run, but no checkpoint to go on from: "
-                            "choose another --out, or start over with --fresh=true")
-        run.fresh = secrets.token_hex(4) if held else ""
     if config.init_from:
-        take_weights(run, checkpoint_path(config.init_from))
+        with all_or_none():
+            take_weights(run, checkpoint_path(config.init_from))
     return True
 
 
@@ -237,8 +256,9 @@ def restore(run, checkpoint):
     if run.rank == 0:
         if run.fresh and os.path.exists(run.path(f"metrics.{run.fresh}.jsonl")):
             replace_older(run)  # it was killed before it had
+        run.fresh = ""
         if run.best_step == run.step:
-            save_best(run)  # it was perhaps killed before that
+            save_best(run, contents(run))  # it was perhaps killed before that
 
 
 def take_weights(run, path):
@@ -265,12 +285,14 @@ def loop(run):
         f"{config.batch_tokens // config.context // run.ranks // run.micros} x {config.context} tokens a step")
     warmup = min(config.warmup_steps, config.max_steps - round(config.decay_fraction * config.max_steps))
     peak = peak_flops(run.device)
-    began, first, since = time.perf_counter(), run.step, time.perf_counter()
-    with stop_signals() as asked, contextlib.closing(batches(run)) as source:
+    began, first, since, worked = time.perf_counter(), run.step, time.perf_counter(), 0.0
+    with stop_signals() as asked, contextlib.closing(batches(run)) as source, run.writer:
         while run.step < config.max_steps and not run.stopped:
             rate = schedule(run.step, config.max_steps, warmup, config.decay_fraction)
             loss, grad_norm, leave = train_step(run, forward, source, rate, asked)
-            now = time.perf_counter()
+            now, steps = time.perf_counter(), run.step - first
+            # Seconds of steps alone. The first compiles, and is left out as soon as there is another.
+            worked = now - since + (worked if steps > 2 else 0)
             row = {"step": run.step, "tokens": run.step * config.batch_tokens,
                    "loss": loss, "lr": config.muon_lr * rate, "grad_norm": grad_norm}
             final = run.step == config.max_steps
@@ -278,16 +300,14 @@ def loop(run):
                 row |= examine(run)
                 say(describe(row, config))
             if metrics and (run.step % config.log_every == 0 or "val_loss" in row):
-                row["tokens_per_second"] = round(config.batch_tokens * (run.step - first) / (now - began))
+                row["tokens_per_second"] = round(config.batch_tokens * max(1, steps - 1) / worked)
                 metrics.write(row)
-            show_progress(config, run.step, loss, now - since, (now - began) / (run.step - first),
-                          model, peak, run.ranks)
+            show_progress(config, run.step, loss, now - since, (now - began) / steps, model, peak, run.ranks)
+            is_best, must = run.best_step == run.step, final or run.stopped or leave
+            whole = must or run.step % config.save_every == 0 or is_best and not run.saved
+            if whole or is_best:
+                save_run(run, whole, must)
             since = time.perf_counter()
-            is_best = run.best_step == run.step
-            if run.step % config.save_every == 0 or final or run.stopped or leave or is_best and not run.saved:
-                save_run(run, must=final or run.stopped or leave)
-            if is_best and run.rank == 0:
-                save_best(run)
             if leave and not final:
                 return False
     return True
@@ -308,6 +328,7 @@ def train_step(run, forward, source, rate, asked):
     loss, leave = all_reduce(seen).tolist()
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None]).item()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        run.writer.wait()
         raise UserError(diverged(run.config, run.step, loss, grad_norm))
     run.optimizer.step()
     run.optimizer.zero_grad()
@@ -322,7 +343,8 @@ def parallel(run):
     if config.compile == "yes" or config.compile == "auto" and run.device.type == "cuda":
         forward = torch.compile(forward)
     if run.ranks > 1:
-        forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+        # Once, here, rank 0's weights and buffers go to all; then the buffers move alike on every rank.
+        forward = DistributedDataParallel(forward, forward_sync_buffers=False, gradient_as_bucket_view=True)
     return forward
 
 
@@ -380,27 +402,50 @@ def contents(run):
             "model": run.model.state_dict()}
 
 
-def save_run(run, must=False):
-    """ckpt.pt, and the one before it; what cannot be written is said, or raised if it must be."""
-    content = contents(run) | {"optimizer": run.optimizer.state_dict()}  # all ranks: the optimiser's state is gathered
+def save_run(run, whole, must=False):
+    """A copy of this step, for a thread to write: ckpt.pt if whole, and best.pt if it is the best.
+
+    What must be saved is waited for, and so is the first checkpoint beside an older run, as it renames metrics.jsonl.
+    """
+    run.writer.wait()  # before the copy, so that there is one at a time
+    state = {"optimizer": run.optimizer.state_dict()} if whole else {}  # all ranks: it is gathered
+    run.saved = run.saved or whole
     if run.rank == 0:
-        first_of_fresh = run.fresh and not run.saved
+        wait = must or run.fresh
+        run.writer.start(write_run, run, copied(contents(run) | state, run.device), must)
+        if wait:
+            run.writer.wait()
+
+
+def write_run(run, content, must):
+    """In the writer's thread, while the run is steps ahead: what it writes is the content's, not the run's.
+
+    ckpt.pt comes first, then the end of an older run, then best.pt: restore does what a kill left undone of these.
+    What cannot be written is said, or raised if it must be.
+    """
+    saved = "optimizer" in content
+    if saved:
         try:
-            save(run.path("ckpt.pt"), content, keep=not first_of_fresh)
+            save(run.path("ckpt.pt"), content, keep=not run.fresh)
         except UserError as error:
             if must:
                 raise
-            return say(f"{error}. Going on; the last good checkpoint is older")
-        if first_of_fresh:
-            replace_older(run)
-    run.saved = True
+            say(f"{error}. Going on; the last good checkpoint is older")
+            saved = False
+    if saved and run.fresh:
+        replace_older(run)
+    if content["best_step"] == content["step"] and not run.fresh:  # a best.pt of an older run stays while it does
+        save_best(run, content, saved)
 
 
-def save_best(run):
-    try:
-        save(run.path("best.pt"), contents(run))
-    except UserError as error:
-        say(error)
+def save_best(run, content, saved=False):
+    """best.pt: a second name for a ckpt.pt that was saved with this content, so that no weight is written twice."""
+    path = run.path("best.pt")
+    if not (saved and link_file(run.path("ckpt.pt"), path)):
+        try:
+            save(path, {key: value for key, value in content.items() if key != "optimizer"})
+        except UserError as error:
+            say(error)
 
 
 def replace_older(run):
@@ -412,6 +457,7 @@ def replace_older(run):
     os.replace(run.path(f"metrics.{run.fresh}.jsonl"), run.path("metrics.jsonl"))
     for left in glob.glob(os.path.join(glob.escape(run.config.out), "metrics.*.jsonl")):
         os.remove(left)  # of others that did not come so far
+    run.fresh = ""
 
 
 def write_config(run):
@@ -441,7 +487,7 @@ class Metrics:
 
     def path(self):
         run = self.run
-        return run.path(f"metrics.{run.fresh}.jsonl" if run.fresh and not run.saved else "metrics.jsonl")
+        return run.path(f"metrics.{run.fresh}.jsonl" if run.fresh else "metrics.jsonl")
 
     def write(self, row):
         self.waiting.append(plot.metrics_line(row))

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -436,7 +437,7 @@ def test_a_fresh_run_killed_while_it_replaces_the_older_one_goes_on_replacing(ar
 
 
 def test_best_is_written_even_if_the_run_was_killed_before_that(arguments, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "save_best", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(train, "save_best", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         go(arguments(save_every=100))  # the first evaluation, at step 6, saves a checkpoint, then the best
     monkeypatch.undo()
@@ -528,3 +529,173 @@ def test_help_lists_every_setting():
     run = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0
     assert all(f"--{key}=" in run.stdout for key in configs.KEYS)
+
+
+# Several nodes without a shared folder: one process each, with an out/ and perhaps data of its own
+
+SLOW = """
+import datetime, functools, sys, time
+import torch.distributed as dist
+import data, train
+
+timeout = datetime.timedelta(seconds=3)
+dist.init_process_group = functools.partial(dist.init_process_group, timeout=timeout)
+crc32 = data.zlib.crc32
+
+def slow(content, *rest):
+    if len(content) > data.HEADER:  # the tokens of a shard, not its header
+        time.sleep(2 * timeout.total_seconds())
+    return crc32(content, *rest)
+
+data.zlib.crc32 = slow
+train.run_script(train.main)
+"""
+
+
+def nodes(*commands, script="train.py", local_ranks=(0, 0)):
+    """[(exit code, what it printed)] of two processes with these arguments."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                           "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    started = [subprocess.Popen([sys.executable, script, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, env=common | {"RANK": str(rank), "LOCAL_RANK": str(local)})
+               for rank, (local, command) in enumerate(zip(local_ranks, commands))]
+    try:
+        return [(process.communicate(timeout=120)[0], process.returncode)[::-1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def all_say(ended, *words):
+    """Both ended with a sentence that has these words."""
+    for code, printed in ended:
+        assert code == 1 and "Traceback" not in printed and "this is a bug" not in printed, printed
+        assert all(word in printed for word in words), printed
+
+
+def stop_before(step, monkeypatch):
+    """Runs of this process end with an error before they take this step."""
+    real = train.train_step
+
+    def fail(run, *rest):
+        if run.step == step:
+            raise UserError("the lights went out")
+        return real(run, *rest)
+    monkeypatch.setattr(train, "train_step", fail)
+
+
+def test_a_node_without_the_checkpoint_goes_on_from_that_of_rank_0(arguments, tmp_path, monkeypatch):
+    whole = go(arguments("whole"))
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the lights went out"):
+        stop_before(8, patch)
+        go(arguments())
+    ended = nodes(arguments(), arguments("nothing"))
+    assert [code for code, _ in ended] == [0, 0] and "from step 8" in ended[0][1], ended
+    close(whole, rows_of(tmp_path / "run"))
+    assert not (tmp_path / "nothing").exists() and not any("_buffers" in text for _, text in ended), ended
+
+
+def test_nodes_with_other_settings_or_other_data_stop(arguments, tmp_path):
+    all_say(nodes(arguments(), arguments("two", eval_every=7)),
+            "rank 1 on", "has eval_every=7", "has 6: give the same command on every node")
+    other = tmp_path / "other"
+    data.prepare_toy(str(other), tokens=50_000)
+    all_say(nodes(arguments(), arguments("two", data=other)), "has tokens of train=", "copy the same data to every")
+    with open(other / "train_00000.bin", "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\1\2")
+    all_say(nodes(arguments(), arguments("two", data=other)), str(other / "train_00000.bin"), "checksum")
+    assert not (tmp_path / "run").exists()
+
+
+def test_checking_the_data_may_take_longer_than_the_timeout_of_a_collective(arguments, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    run = arguments(max_steps=2)
+    ended = nodes(run, run, script=str(tmp_path / "slow.py"), local_ranks=(0, 1))  # one node: its first rank checks
+    assert [code for code, _ in ended] == [0, 0] and rows_of(tmp_path / "run")[-1]["step"] == 2, ended
+
+
+# What is written while the run goes on
+
+
+def test_the_run_goes_on_while_a_checkpoint_is_written_which_is_that_of_its_step(arguments, monkeypatch):
+    real_save, real_step, at = torch.save, train.train_step, [0]
+
+    def step(run, *rest):
+        result = real_step(run, *rest)
+        at[0] = run.step
+        return result
+
+    def weights_of_checkpoints(name, steps):
+        """What is written, by a disk that takes as long as some steps."""
+        found, writing = {}, []
+
+        def slow(content, file):
+            assert not writing
+            writing.append(file)
+            deadline = time.time() + 10
+            while at[0] < min(content["step"] + steps, 12):
+                assert time.time() < deadline, "the run waits"
+                time.sleep(0.01)
+            real_save(content, file)
+            writing.clear()
+            found[content["step"]] = {key: value.clone() for key, value in content["model"].items()}
+        monkeypatch.setattr(torch, "save", slow)
+        go(arguments(name, eval_every=100))
+        return found
+    monkeypatch.setattr(train, "train_step", step)
+    quick, slow = weights_of_checkpoints("quick", 0), weights_of_checkpoints("slow", 3)
+    assert quick.keys() == slow.keys() == {4, 8, 12}
+    assert all(torch.equal(quick[step][key], slow[step][key]) for step in quick for key in quick[step])
+
+
+def test_an_error_in_the_loop_waits_for_the_writer_and_one_in_the_writer_ends_the_loop(arguments, tmp_path,
+                                                                                      monkeypatch):
+    real = torch.save
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the lights went out"):
+        stop_before(5, patch)
+        patch.setattr(torch, "save", lambda *content: (time.sleep(1), real(*content)))
+        go(arguments())
+    assert train.load(str(tmp_path / "run" / "ckpt.pt"))["step"] == 4
+    assert not list((tmp_path / "run").glob("*.tmp"))
+    monkeypatch.setattr(torch, "save", lambda *content: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        go(arguments())
+
+
+def test_best_is_a_second_name_of_a_checkpoint_of_its_step(arguments, tmp_path, monkeypatch):
+    go(arguments("linked"))
+    assert os.path.samefile(tmp_path / "linked" / "best.pt", tmp_path / "linked" / "ckpt.pt")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the lights went out"):
+        stop_before(10, patch)
+        go(arguments("apart", save_every=4, eval_every=3))  # checkpoints at 3, 4 and 8, the best at 9
+    contents = {name: train.load(str(tmp_path / "apart" / name)) for name in ("ckpt.pt", "best.pt")}
+    assert [content["step"] for content in contents.values()] == [8, 9] and "optimizer" not in contents["best.pt"]
+
+    def refuse(*names):
+        raise OSError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "link", refuse)  # a file system without links
+    go(arguments("copied"))
+    best = train.load(str(tmp_path / "copied" / "best.pt"))
+    assert best["step"] == train.load(str(tmp_path / "copied" / "ckpt.pt"))["step"] == 12 and "optimizer" not in best
+
+
+def test_tokens_per_second_are_those_of_steps_alone(arguments, tmp_path, monkeypatch):
+    clock = [0]
+
+    def taking(seconds, function):
+        def timed(run, *rest):
+            result = function(run, *rest)
+            clock[0] += seconds(run)
+            return result
+        return timed
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(train, "train_step", taking(lambda run: 64 if run.step == 1 else 2, train.train_step))
+    for name in "examine", "save_run":
+        monkeypatch.setattr(train, name, taking(lambda run: 100, getattr(train, name)))
+    go(arguments())
+    speeds = [row["tokens_per_second"] for row in plot.read_metrics(str(tmp_path / "run"))]
+    assert speeds == [512 / 64] + [512 / 2] * 11
