@@ -255,7 +255,7 @@ def update_moments(model):
     toward those of the step's tokens.
 
     The sums of all layers and ranks are added in one all-reduce; they are each rank's own until then, so build
-    DistributedDataParallel with broadcast_buffers=False. A feature that was not seen stays, and so does one with a
+    DistributedDataParallel with forward_sync_buffers=False. A feature that was not seen stays, and so does one with a
     score that was not finite.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, DeepParityBottleneck) and layer.standardise]

@@ -181,7 +181,7 @@ class MuonAdam:
         for name, part in zip(ready[self.rank], mine[: sum(sizes[self.rank])].split(sizes[self.rank])):
             part.view(self.matrices[name].shape).copy_(updates[name])
         gathered = mine.new_empty(self.ranks, len(mine))
-        dist.all_gather_into_tensor(gathered.view(-1), mine)
+        dist.all_gather_single(gathered.view(-1), mine)
         return {name: part.view(self.matrices[name].shape)
                 for share, parts, flat in zip(ready, sizes, gathered)
                 for name, part in zip(share, flat[: sum(parts)].split(parts))}

@@ -624,7 +624,9 @@ def test_a_loader_does_not_hold_up_a_gpu(tmp_path):
     writer.append(np.random.default_rng(0).integers(0, 256, 20_000_000))
     writer.finish()
     write_json(str(folder / "tokenizer.json"), pack_tokenizer(encoding))
-    write_json(str(folder / "state.json"), {"done": True, "shards": {"train": [["train_00000.bin", 20_000_000]]}})
+    write_json(str(folder / "state.json"), {
+        "settings": {}, "done": True, "shards": {"train": [["train_00000.bin", 20_000_000]], "val": []},
+        "documents": {"train": 1, "val": 0}})
     tokens = Tokens(str(folder))
     times = []
     for step in range(5):

@@ -182,8 +182,8 @@ def rank_worker(rank, folder):
 
 def train_on_ranks(rank, ranks, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
-    calls, gather = [], dist.all_gather_into_tensor
-    dist.all_gather_into_tensor = lambda *args: (calls.append(args), gather(*args))
+    calls, gather = [], dist.all_gather_single
+    dist.all_gather_single = lambda *args: (calls.append(args), gather(*args))
     model, optimizer = make()
     result = {"losses": run(model, optimizer, range(3))}
     save(model, optimizer, os.path.join(folder, f"after3_by{ranks}.pt"))
