@@ -1,8 +1,11 @@
 """What all tests share."""
 import os
 
-import pytest
-import torch
+# Read when torch is loaded: threads that spin while they wait make tests beside other work several times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so set before any test file is imported
 
