@@ -52,10 +52,11 @@ QUICK = {  # the interpreter takes 60 ms for a program, and flat scores need one
 TOKENS = {False: (1, 7, 64, 1000, 16384), True: (1, 3)}  # True: --quick
 MOST = 2 ** 27  # scores of a launch: N is cut to what this allows (only where all scores of all tokens are held)
 # (up to which step, by how much its loss may differ). Rounding grows, since the last bit of a score may decide which
-# feature wins. Three times the largest that was measured between the C path and the reference, or after the first
-# weights were changed by one rounding: 4.8e-7 for ten steps and 9.1e-4 in twenty (3.7e-3 with batches of 256
-# tokens), 3.6e-2 in a hundred. The first loss has seen no update: 1e-5 leaves room for a GPU's own exp and log.
-DRIFT = ((1, 1e-5), (20, 0.011), (100, 0.11))
+# feature wins. Measured on a CPU between the C path and the reference (seed 0), and after the first weights changed
+# by one rounding (seeds 0 to 2), at most: 4.8e-7 in ten steps, 9.1e-4 in twenty, 3.6e-2 in a hundred. Allowed is three
+# times that, and more at the start, where a choice may fall the other way sooner than in those runs; with the small
+# batches of --quick one did at the third step, and after ten it was 3.7e-3.
+DRIFT = {False: ((1, 1e-5), (10, 1e-3), (20, 3e-3), (100, 0.11)), True: ((1, 1e-5), (10, 0.011))}
 
 
 @contextlib.contextmanager
@@ -408,7 +409,7 @@ def check_training(path, device, quick, folder):
     """Here against the CPU; on a CPU, for a few steps of fewer tokens, against the reference."""
     steps, changes = 100, []
     if quick:
-        steps, changes = ((10, ["--batch_tokens=256"]) if path == "c" else
+        steps, changes = ((10, ["--layers=2", "--batch_tokens=256"]) if path == "c" else
                           (3, ["--layers=1", "--context=8", "--batch_tokens=8"]))
     line = Line(path, f"{steps} steps of tiny", "tiny" if steps == 100 else "cut down", "float32", steps)
     try:
@@ -418,10 +419,10 @@ def check_training(path, device, quick, folder):
         line.problem = f"{type(error).__name__}: {first_line(error)}"
         return [line]
     first = 0
-    for last, allowed in DRIFT:  # the line shows what comes nearest to what is allowed, or exceeds it most
+    for last, allowed in DRIFT[quick]:  # the line shows what comes nearest to what is allowed, or exceeds it most
         differences = [abs(a - b) if math.isfinite(a) else math.inf
                        for a, b in zip(mine[first:last], theirs[first:last])]
-        if differences and (first == 0 or max(differences) / allowed >= line.error / line.allowed):
+        if differences and (first == 0 or max(differences) / allowed > line.error / line.allowed):
             line.error, line.allowed = max(differences), allowed
         first = last
     return [line]

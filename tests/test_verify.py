@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import bench
+import data
 import kernels
+import kernels_cpu
 import ops
 import verify
 
@@ -97,7 +99,7 @@ def test_the_table_and_its_file(monkeypatch, tmp_path, capsys):
     path, only = tmp_path / "verify.json", ",".join(verify.OPERATIONS)
     for spoilt in False, True:
         if spoilt:
-            monkeypatch.setattr(verify.ops.kernels_cpu, "dot_c", lambda indices, x, m: torch.zeros(indices.shape))
+            monkeypatch.setattr(kernels_cpu, "dot_c", lambda indices, x, m: torch.zeros(indices.shape))
         with pytest.raises(SystemExit) as left:
             bench.main(["verify", "--device", "cpu", "--json", str(path), "--only", only])
         content, out = json.loads(path.read_text()), capsys.readouterr().out
@@ -120,3 +122,16 @@ def test_steps_that_part_from_the_cpu_fail(monkeypatch):
 def test_a_wrong_name_is_answered():
     with pytest.raises(ValueError, match="there is no decoed for --only: the names are decode, "):
         verify.main(["--only", "decoed"])
+
+
+def test_steps_of_training_find_what_is_wrong_in_them(monkeypatch, tmp_path):
+    """A path that leaves out every other feature."""
+    if not ops.has_library():
+        pytest.skip("there is no C compiler")
+    data.prepare_toy(str(tmp_path / "toy"), tokens=20_000)
+    line, = verify.check_training("c", "cpu", True, str(tmp_path / "toy"))
+    assert line.passed and line.cases == 10
+    whole = kernels_cpu.decode_like_c
+    monkeypatch.setattr(kernels_cpu, "decode_like_c", lambda i, c, like, m: whole(i, c * (i % 2), like, m))
+    line, = verify.check_training("c", "cpu", True, str(tmp_path / "toy"))
+    assert not line.passed and not line.problem
