@@ -5,6 +5,7 @@
     python bench.py scale               its cost as m, K, D and d grow
     python bench.py generate            tokens per second of generation
     python bench.py predict             the cost on GPUs that are not here, predicted from machine code (predict.py)
+    python bench.py verify              every kernel against its reference on this machine: pass or FAIL (verify.py)
 
 All that is compared runs in turn, again and again, and the least times are compared: other processes only ever add to
 a time. Beside a ratio stands how far the choice of passes moves it, and a line says when other processes took much of
@@ -33,6 +34,7 @@ from torch import nn
 import config as configs
 import ops
 import predict
+import verify
 from dpb import DeepParityBottleneck, update_moments
 from helpers import check_writable, progress, provenance, run_script, within, write_json
 from kloosterman import log2_width
@@ -431,7 +433,8 @@ def bench_generate(options):
 def parse(arguments):
     count = within(int, 1, 10 ** 9)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="table", choices=["table", "dpb", "scale", "generate", "predict"])
+    parser.add_argument("what", nargs="?", default="table",
+                        choices=["table", "dpb", "scale", "generate", "predict", "verify"])
     parser.add_argument("--rows", help="of the table and of generate, as in small_2l,tiny")
     parser.add_argument("--variants", default="dense,parity,flat,topk")
     parser.add_argument("--layers", type=count,
@@ -472,6 +475,8 @@ def main(arguments):
         return work(*json.loads(arguments[1]))
     if arguments[:1] == ["predict"]:
         return predict.main(arguments[1:])
+    if arguments[:1] == ["verify"]:
+        return verify.main(arguments[1:])
     options = parse(arguments)
     {"table": lambda: table(options), "generate": lambda: bench_generate(options),
      "scale": lambda: bench_scale(options.tokens, options.repeats),
