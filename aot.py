@@ -9,6 +9,8 @@ reads memory before an addition to it is known to be done (AMD). Triton 3.7.1 ma
 9433, of products whose left side comes from registers. predict.py counts the instructions of the same machine code.
 """
 import argparse
+import itertools
+import multiprocessing
 import os
 import re
 import subprocess
@@ -232,6 +234,14 @@ def needs(launch, target):
     return Needs(*found, binary.metadata.shared, len(hazards(parse(cuobjdump(binary.asm["cubin"], "-sass")))))
 
 
+def row(job):
+    """Of launch number n for a target: the kernel's name, the shape, warps, what it needs."""
+    n, target = job
+    kind, arch, _, _ = TARGETS[target]
+    shape, launch = next(itertools.islice(paper_launches("hip" if kind == "hip" else arch), n, None))
+    return launch[0].__name__, shape, launch[2]["num_warps"], needs(launch, target)
+
+
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(arguments)
@@ -239,13 +249,13 @@ def main(arguments):
     widths = -14, -24, 7, 5, 9, 5, 6, 9, 7
     print_row(widths, "kernel", "shape", "target", "warps", "registers", "stack", "spills", "shared", "hazards")
     wrong = 0
-    for launches in zip(*(paper_launches("hip" if kind == "hip" else arch) for kind, arch, _, _ in TARGETS.values())):
-        for (target, (_, _, _, limit)), (shape, launch) in zip(TARGETS.items(), launches):
-            found = needs(launch, target)
-            bad = found.stack or found.spills or found.hazards or found.shared > limit * 1024
+    jobs = list(itertools.product(range(len(list(paper_launches()))), TARGETS))
+    with multiprocessing.get_context("fork").Pool() as pool:
+        for (_, target), (name, shape, warps, found) in zip(jobs, pool.imap(row, jobs)):
+            bad = found.stack or found.spills or found.hazards or found.shared > TARGETS[target][3] * 1024
             wrong += bool(bad)
-            print_row(widths, launch[0].__name__, shape, target, launch[2]["num_warps"], found.registers, found.stack,
-                      found.spills, f"{found.shared / 1024:.1f} KiB", str(found.hazards) + "  <- wrong" * bool(bad))
+            print_row(widths, name, shape, target, warps, found.registers, found.stack, found.spills,
+                      f"{found.shared / 1024:.1f} KiB", str(found.hazards) + "  <- wrong" * bool(bad))
     if wrong:
         raise UserError(f"{wrong} of these spill, have a hazard, or use more shared memory than the card has")
     print("no stack, no spills, no hazards, shared memory within each card's limit")

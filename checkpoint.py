@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import config as configs
-from helpers import UserError, first_line, whole_file
+from helpers import UserError, first_line, is_out_of_memory, whole_file
 from model import GPT
 from ranks import pick_device
 from tokenizer import unpack_tokenizer
@@ -75,7 +75,7 @@ def copied(content, device):
 
 
 def previous(path):
-    return path.replace(".pt", ".prev.pt")
+    return path.removesuffix(".pt") + ".prev.pt"
 
 
 def load_file(path):
@@ -90,7 +90,13 @@ def load_file(path):
     except pickle.UnpicklingError:  # its own text advises to open it all the same
         raise UserError(f"{path} is no checkpoint of train.py: it holds more than tensors and plain values, and could "
                         "run code when it is opened") from None
+    except (IsADirectoryError, NotADirectoryError):
+        raise UserError(f"{path} is no checkpoint, but a folder or in none") from None
+    except OSError:  # a disk or network that fails for a moment is no damage
+        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(f"{path} is damaged or no checkpoint ({first_line(error)})") from error
 
 
@@ -120,6 +126,7 @@ def load_newest(out, say=print):
                 content = load(candidate)
                 for problem in problems:
                     say(f"{problem}; going on from {candidate}, step {content['step']}")
+                    os.replace(path, f"{path}.damaged")  # or the next checkpoint would keep it in place of this one
                 return content
             except UserError as error:
                 problems.append(error)
@@ -160,7 +167,7 @@ class Run(NamedTuple):
 
 def checkpoint_path(path):
     """The file that a user means by a run's folder (its best.pt, or ckpt.pt if there is none yet) or a file."""
-    if path.endswith(".pt"):
+    if path.endswith(".pt") and not os.path.isdir(path):
         return path
     for name in ("best.pt", "ckpt.pt"):
         if os.path.exists(os.path.join(path, name)):

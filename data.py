@@ -46,12 +46,6 @@ import torch
 from helpers import Progress, UserError, locked, read_json, run_script, sync_folder, whole_number, write_json
 from tokenizer import GPT2_PATTERN, encode, load_tokenizer, make_tokenizer, pack_tokenizer, well_formed
 
-try:
-    import fcntl
-except ImportError:  # Windows: all works, but two writers to one folder are not noticed
-    fcntl = None
-
-
 # Shards: a header of 4096 bytes, then the tokens, little-endian.
 
 HEADER = 4096
@@ -360,8 +354,9 @@ def is_entry(entry):
 def swept(folder):
     """Remove temporary files: before, those of a run that was killed; after, those of one that failed."""
     def sweep():
-        for path in glob.glob(os.path.join(glob.escape(folder), "*.tmp")):
-            os.remove(path)
+        for name in ("train_*.bin.tmp", "val_*.bin.tmp", "state.json.tmp", "tokenizer.json.tmp"):
+            for path in glob.glob(os.path.join(glob.escape(folder), name)):
+                os.remove(path)
 
     sweep()
     try:

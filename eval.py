@@ -36,7 +36,7 @@ import torch.distributed as dist
 import tasks
 from checkpoint import checkpoint_path, open_run
 from data import Tokens, text_source
-from features import FeatureCounts
+from features import FeatureCounts, weights_hash
 from helpers import UserError, provenance, read_json, run_script, say, standard_error, suggest, whole_number, write_json
 from ranks import leave_ranks, start_ranks
 from score import Request, Scorer, fit, score_documents, windows
@@ -334,12 +334,11 @@ ROWS = {  # of a task: what to print, its key, its place in PAPER
 
 
 def open_checked(path, device):
-    """(run, SHA-256 of its file), the same on every rank, though a run in training may replace the file at any time."""
+    """(run, hash of its weights), the same on every rank, though a run in training may replace the file at any time."""
     path = checkpoint_path(path)
     changed = os.path.exists(path) and os.path.getmtime(path)
     run = open_run(path, device)
-    with open(path, "rb") as file:
-        hashes = [hashlib.file_digest(file, "sha256").hexdigest()]
+    hashes = [weights_hash(run.model)]
     if dist.is_initialized():
         hashes *= dist.get_world_size()
         dist.all_gather_object(hashes, hashes[0])

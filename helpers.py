@@ -5,6 +5,7 @@ Imports nothing of ours, so that everything may import it.
 import argparse
 import contextlib
 import difflib
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -108,7 +109,7 @@ def suggest(name, known, least=0.5):
 def whole_number(text):
     """An argparse type: 20e9, 5_000 or 300."""
     value = float(text)
-    if not value.is_integer() or value < 1:
+    if not value.is_integer() or not 1 <= value <= 1e15:
         raise ValueError
     return int(value)
 
@@ -132,7 +133,8 @@ def within(kind, low, high=math.inf, open_low=False):
 def whole_file(path, mode="w", keep=None):
     """A file to write that appears under its name when all of it is on disk, or not at all.
 
-    keep: a name under which the file that it replaces stays. At no moment is there no file of the first name.
+    keep: a name under which the file that it replaces stays. Where the file system has links, there is a file of the
+    first name at every moment.
     """
     temporary = f"{path}.tmp"
     try:
@@ -158,6 +160,8 @@ def keep_file(path, keep):
 
 def link_file(path, name):
     """A second name for a file, in place of what has it now; False on a file system without links."""
+    if os.path.exists(name) and os.path.samefile(path, name):
+        return True  # to rename one name of a file to the other would do nothing
     with contextlib.suppress(FileNotFoundError):
         os.remove(f"{name}.tmp")
     try:
@@ -170,11 +174,16 @@ def link_file(path, name):
 
 
 def sync_folder(path):
-    """A name, too, must outlive a power cut."""
+    """A name, too, must outlive a power cut, where the file system can see to that."""
     if os.name == "posix":
         folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(folder)
 
 
 def check_writable(path):

@@ -152,8 +152,11 @@ def coherence(d):
 
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("d", type=int, help="a width: a power of two from 8 to 32768")
-    d = parser.parse_args(arguments).d
+    parser.add_argument("d", nargs="?", default="", help="a width: a power of two from 8 to 32768")
+    given, more = parser.parse_known_args(arguments)
+    if more or not given.d.isascii() or not given.d.isdecimal() or len(given.d) > 9:
+        raise ValueError("give one width: python kloosterman.py 1024 (a power of two from 8 to 32768)")
+    d = int(given.d)
     log2_width(d)
     sums = kloosterman_sums(d)
     print(f"width d            {d}")

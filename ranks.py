@@ -46,7 +46,7 @@ def start_ranks(device):
         raise UserError(f"RANK is set, but missing or wrong: {', '.join(wrong)}. Start several ranks with torchrun, or "
                         "unset RANK")
     if device == torch.device("cuda"):
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(device)
     global STORE
     store, rank, ranks = next(dist.rendezvous("env://"))

@@ -28,6 +28,7 @@ from features import effect, find_parents, level_of, open_index, parse_feature, 
 from helpers import UserError, run_script, within
 from steer import HELD_OUT, Vector, contrast, count_toy_words, perplexity, piece, text_of
 from tokenizer import END
+from toyworld import is_toy
 
 HELP = """  /steer CONCEPT [ALPHA]   steer; /steer alone stops it      /alpha ALPHA   how strongly
   /seed SEED               of the next text                  /quit          or Ctrl-D
@@ -35,10 +36,6 @@ HELP = """  /steer CONCEPT [ALPHA]   steer; /steer alone stops it      /alpha AL
 
 
 # Prompts and texts
-
-
-def is_toy(run):
-    return run.encoding._pat_str == toyworld.TOKEN_PATTERN
 
 
 def read_text(path):
@@ -115,7 +112,7 @@ def make_vector(run, concept, options):
         if not (options.positive and options.negative):
             raise UserError("a contrast needs both --positive FILE and --negative FILE")
         texts = [read_text(options.positive)], [read_text(options.negative)]
-    elif is_toy(run):
+    elif is_toy(run.encoding):
         check_concept(concept)
         texts = steer.toy_texts(concept)
     else:
@@ -141,7 +138,7 @@ def first_vector(run, options):
 
 
 def words_of(run, concept):
-    return toyworld.concept_words(concept) if is_toy(run) and concept in toyworld.TOPICS else ()
+    return toyworld.concept_words(concept) if is_toy(run.encoding) and concept in toyworld.TOPICS else ()
 
 
 def show_steering(run, prompt, vector, options):
@@ -187,7 +184,7 @@ def steer_eval(run, options, concepts=HELD_OUT, choose=32, test=64, base=512):
     """A row for each concept. Its alpha is the one with most concept words among those with 85% well-formed sentences,
     in texts of one seed; what it does is measured on texts of another, and there 80% must be well-formed: of the 300
     sentences of the choice five points are two standard errors. The unsteered texts are the same for all concepts."""
-    if not is_toy(run):
+    if not is_toy(run.encoding):
         raise UserError("--steer-eval needs a model of the toy world, "
                         "where concept words and well-formed sentences are known")
     alphas = [alpha for alpha in options.alphas or ((0.5, 0.75, 1, 1.25) if options.fit else (4, 8, 12, 16)) if alpha]
@@ -374,8 +371,8 @@ def main(arguments):
     prompt = prompt_tokens(run, text or "")
     asked = (text, options.steer, options.vector, options.positive, options.negative, options.feature, options.features,
              options.interactive, options.steer_eval)
-    if not any(asked) and is_toy(run):
-        options.steer, options.alpha = "cars", options.alpha or 1.25
+    if not any(asked) and is_toy(run.encoding):
+        options.steer, options.alpha = "cars", 1.25 if options.alpha is None else options.alpha
         print(f"{run.path}, steered to speak of cars (python sample.py --help tells what else there is)\n")
     options.alpha = 1.0 if options.alpha is None else options.alpha
     if options.interactive:

@@ -161,7 +161,7 @@ def unpack_tokenizer(packed, path="this tokenizer"):
             encoding = None
     if encoding is None or pack_tokenizer(encoding)["id"] != packed.get("id"):
         raise UserError(f"{path} is damaged, or not ours: its content does not match its id. "
-                        "Restore it from a copy, or prepare the data again in a new folder")
+                        f"{RESTORE}")
     return encoding
 
 

@@ -484,6 +484,11 @@ def vocabulary():
     return tuple(sorted({*word_classes(), *literal.split(), *pronouns, "an", "An", *CENTURIES, *letters}))
 
 
+def is_toy(encoding):
+    """Whether a tokenizer is of this world."""
+    return encoding._pat_str == TOKEN_PATTERN
+
+
 def ask(kind, rng):
     """A question on an indirect object, an occupation's pronoun or the end of a span of years, after some prose."""
     if kind not in QUESTIONS:

@@ -35,6 +35,7 @@ from model import GPT
 from optim import MuonAdam, schedule, split_parameters
 from ranks import agree, all_or_none, all_reduce, barrier, is_first_of_node, leave_ranks, start_ranks
 from tokenizer import load_tokenizer, pack_tokenizer
+from toyworld import is_toy
 
 OF_A_NODE = {"data", "out"}  # settings that may differ between nodes: the data is compared, out/ is rank 0's alone
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "4090": 165e12}  # dense bfloat16, per second
@@ -102,6 +103,8 @@ def ask_toy_questions(model, encoding, device, count=256):
         prompts = [torch.tensor([encoding.eot_token, *encoding.encode_ordinary(question.prompt)])
                    for question in questions]
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)  # no token sees what follows it
+        if padded.shape[1] > model.config.context:
+            continue
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         mass = model(padded)[torch.arange(count, device=device), ends].float().softmax(-1).cpu()  # (count, V)
 
@@ -136,6 +139,7 @@ class Run:
     saved: bool = False        # a checkpoint of this run was made, or tried: the same on all ranks
     # a name for what is being made anew beside an older run, until that is replaced, when this one is saved
     fresh: str = ""
+    wandb_id: str = ""         # by which Weights & Biases knows the run when it goes on
     writer: Writer = dataclasses.field(default_factory=Writer)
 
     def path(self, name):
@@ -180,7 +184,7 @@ def set_up(config, rank, ranks, device):
     return Run(config, rank, ranks, device, micros, tokens, val_tokens, encoding, model, optimizer)
 
 
-def is_toy(config):
+def wants_toy(config):
     return os.path.basename(os.path.normpath(config.data)) == "toy"
 
 
@@ -188,7 +192,7 @@ def open_data(config, rank):
     """(training tokens, validation tokens, tokenizer); makes the toy corpus where it is asked for and missing."""
     with all_or_none():
         state = data.read_state(config.data, must=False)
-        if rank == 0 and is_toy(config) and not (state and state["done"]):
+        if rank == 0 and wants_toy(config) and not (state and state["done"]):
             data.prepare_toy(config.data)
     with all_or_none():
         splits = [data.Tokens(config.data, split, verify=is_first_of_node()) for split in ("train", "val")]
@@ -209,7 +213,8 @@ def find_checkpoint(run):
     checkpoint = None if config.fresh else load_newest(config.out, say)
     if not checkpoint:
         held = [name for name in ("ckpt.pt", "best.pt") if os.path.exists(run.path(name))]
-        held += ["metrics.jsonl"] if any("val_loss" in row for row in plot.read_metrics(config.out)) else []
+        evaluations = sum("val_loss" in row for row in plot.read_metrics(config.out))
+        held += ["metrics.jsonl"] if evaluations > 1 else []  # killed at its first, a run has no checkpoint yet
         if held and not config.fresh:
             raise UserError(f"{config.out} holds {' and '.join(held)} of a run, but no checkpoint to go on from: "
                             "choose another --out, or start over with --fresh=true")
@@ -231,7 +236,9 @@ def resume(run, checkpoint):
         return True
     if config.init_from:
         with all_or_none():
-            take_weights(run, checkpoint_path(config.init_from))
+            content = load(checkpoint_path(config.init_from)) if run.rank == 0 else None
+        needed = content and {key: content[key] for key in ("tokenizer", "model")}
+        take_weights(run, send(needed, run.device), config.init_from)
     return True
 
 
@@ -251,18 +258,24 @@ def restore(run, checkpoint):
     load_weights(run.model, checkpoint["model"], config.out)
     run.optimizer.load_state_dict(checkpoint["optimizer"])
     run.saved = True
-    for name in ("step", "best", "best_step", "stopped", "fresh"):
+    for name in ("step", "best", "best_step", "stopped", "fresh", "wandb_id"):
         setattr(run, name, checkpoint.get(name, getattr(run, name)))
-    if run.rank == 0:
-        if run.fresh and os.path.exists(run.path(f"metrics.{run.fresh}.jsonl")):
-            replace_older(run)  # it was killed before it had
-        run.fresh = ""
-        if run.best_step == run.step:
-            save_best(run, contents(run))  # it was perhaps killed before that
+    with all_or_none():
+        if run.rank == 0:
+            if run.fresh and os.path.exists(run.path(f"metrics.{run.fresh}.jsonl")):
+                replace_older(run)  # it was killed before it had
+            run.fresh = ""
+            if run.best_step == run.step and not has_best(run):
+                save_best(run, contents(run))  # it was killed before it had
 
 
-def take_weights(run, path):
-    content = load(path)
+def has_best(run):
+    with contextlib.suppress(UserError):
+        return load(run.path("best.pt"))["step"] == run.best_step
+    return False
+
+
+def take_weights(run, content, path):
     if content["tokenizer"]["id"] != run.tokens.tokenizer_id:
         raise UserError(f"{path} was trained on data of another tokenizer than {run.config.data}'s: "
                         "prepare the data with its tokenizer (data.py text --tokenizer DIR)")
@@ -277,9 +290,10 @@ def loop(run):
     """Train to the end, which gives True, or until a signal asks to stop."""
     config, model = run.config, run.model
     forward = parallel(run)
-    metrics = Metrics(run) if run.rank == 0 else None
-    if run.rank == 0 and not run.fresh:
-        write_config(run)
+    with all_or_none():
+        metrics = Metrics(run) if run.rank == 0 else None
+        if run.rank == 0 and not run.fresh:
+            write_config(run)
     say(f"{config.out}: {model.count_parameters():,} parameters, bottleneck {config.bottleneck}, "
         f"{run.ranks} rank(s) on {run.device.type}, {run.micros} pass(es) of "
         f"{config.batch_tokens // config.context // run.ranks // run.micros} x {config.context} tokens a step")
@@ -329,7 +343,7 @@ def train_step(run, forward, source, rate, asked):
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None]).item()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         run.writer.wait()
-        raise UserError(diverged(run.config, run.step, loss, grad_norm))
+        raise UserError(diverged(run.config, run.step, loss, grad_norm, run.saved))
     run.optimizer.step()
     run.optimizer.zero_grad()
     update_moments(run.model)
@@ -363,7 +377,7 @@ def examine(run):
     """The evaluation of a step, and what follows from it."""
     config = run.config
     row = evaluate(run.model, run.val_tokens, config, run.rank, run.ranks, run.device, run.autocast)
-    if is_toy(config):
+    if is_toy(run.encoding):
         row |= ask_toy_questions(run.model, run.encoding, run.device)
     target = config.stop_at_val_loss
     run.stopped = target is not None and row["val_loss"] <= target * (1 + config.stop_tolerance)
@@ -398,23 +412,27 @@ def contents(run):
     lists = {key: list(getattr(run.config, key)) for key in ("bits", "active", "children")}
     return {"config": dataclasses.asdict(run.config) | lists,
             "step": run.step, "best": run.best, "best_step": run.best_step,
-            "stopped": run.stopped, "fresh": run.fresh, "tokenizer": pack_tokenizer(run.encoding),
-            "model": run.model.state_dict()}
+            "stopped": run.stopped, "fresh": run.fresh, "wandb_id": run.wandb_id,
+            "tokenizer": pack_tokenizer(run.encoding), "model": run.model.state_dict()}
 
 
 def save_run(run, whole, must=False):
     """A copy of this step, for a thread to write: ckpt.pt if whole, and best.pt if it is the best.
 
-    What must be saved is waited for, and so is the first checkpoint beside an older run, as it renames metrics.jsonl.
+    What must be saved is waited for, and so is the first checkpoint, which a run of --fresh=true needs to take an
+    older one's place. All ranks wait, through the store: a collective would give up on a slow disk.
     """
+    wait = must or not run.saved
     run.writer.wait()  # before the copy, so that there is one at a time
+    barrier()
     state = {"optimizer": run.optimizer.state_dict()} if whole else {}  # all ranks: it is gathered
     run.saved = run.saved or whole
     if run.rank == 0:
-        wait = must or run.fresh
         run.writer.start(write_run, run, copied(contents(run) | state, run.device), must)
         if wait:
             run.writer.wait()
+    if wait:
+        barrier()
 
 
 def write_run(run, content, must):
@@ -455,7 +473,7 @@ def replace_older(run):
             os.remove(run.path(name))
     write_config(run)
     os.replace(run.path(f"metrics.{run.fresh}.jsonl"), run.path("metrics.jsonl"))
-    for left in glob.glob(os.path.join(glob.escape(run.config.out), "metrics.*.jsonl")):
+    for left in glob.glob(os.path.join(glob.escape(run.config.out), f"metrics.{'[0-9a-f]' * 8}.jsonl")):
         os.remove(left)  # of others that did not come so far
     run.fresh = ""
 
@@ -483,7 +501,7 @@ class Metrics:
         with whole_file(self.path()) as file:
             file.writelines(map(plot.metrics_line, rows))
         self.size = os.path.getsize(self.path())
-        self.loggers = [start(run.config) for start in find_loggers(run.config)]
+        self.loggers = [start(run) for start in find_loggers(run.config)]
 
     def path(self):
         run = self.run
@@ -513,14 +531,15 @@ def find_loggers(config):
     return found
 
 
-def start_wandb(wandb, config):
-    run = wandb.init(project="parity-transformer", name=os.path.basename(config.out), config=dataclasses.asdict(config),
-                     resume="allow")
-    return lambda row: run.log(row, step=row["step"])
+def start_wandb(wandb, run):
+    run.wandb_id = run.wandb_id or secrets.token_hex(8)
+    logger = wandb.init(project="parity-transformer", name=os.path.basename(run.config.out), id=run.wandb_id,
+                        config=dataclasses.asdict(run.config), resume="allow")
+    return lambda row: logger.log(row, step=row["step"])
 
 
-def start_tensorboard(tensorboard, config):
-    writer = tensorboard.SummaryWriter(config.out)
+def start_tensorboard(tensorboard, run):
+    writer = tensorboard.SummaryWriter(run.config.out)
     return lambda row: [writer.add_scalar(key, value, row["step"]) for key, value in row.items()
                         if isinstance(value, (int, float))]
 
@@ -549,10 +568,10 @@ def flops_per_token(model):
     return 6 * weights + 12 * config.layers * config.d * config.context
 
 
-def diverged(config, step, loss, grad_norm):
+def diverged(config, step, loss, grad_norm, saved):
     windows = config.batch_tokens // config.context
     path = os.path.join(config.out, "ckpt.pt")
-    good = f"the last good checkpoint is {path}" if os.path.exists(path) else "there is no checkpoint yet"
+    good = f"the last good checkpoint is {path}" if saved else "there is no checkpoint yet"
     return (f"the loss is {loss} and the gradient's norm {grad_norm} at step {step}, "
             f"on windows {step * windows}..{(step + 1) * windows - 1} of the order of seed {config.seed}; {good}. "
             "Lower muon_lr or adam_lr, or look at the data there")
@@ -577,6 +596,8 @@ def show_progress(config, step, loss, seconds, mean_seconds, model, peak, ranks)
 def finish(config):
     """The picture, and what to do next."""
     rows = [row for row in plot.read_metrics(config.out) if "val_loss" in row]
+    if not rows:
+        return say(f"{config.out} has no metrics.jsonl any more, and so no picture")
     picture = os.path.join(config.out, "loss.png")
     plot.losses([config.out], picture)
     lowest = min(rows, key=lambda row: row["val_loss"])

@@ -135,7 +135,7 @@ def test_bytes_of_small_2l_by_hand():
     assert predict.other_bytes(config) == pytest.approx(1024 * 4 + 48 * 112 + 4096 * 450 * 127 / 2 ** 19 + once / 16384)
     assert kernel["score 1"].memory == 1024 * 2 + 16 * 8 + 4096 * 4
     assert kernel["score 1"].l2 == (kernel["score 1"].memory + 4096 * 8
-                                    + 1024 * 256 * 2 // 8 + 1024 * 2)  # Gamma once for 8 tokens, x twice
+                                    + 1024 * 256 * 2 // 8)  # Gamma once for 8 tokens; x is in L1 for all its parents
     assert kernel["score 1"].flops == 2 * 4096 * 1024
     assert kernel["select 1"].memory == 4096 * 4 + 16 * 8 + 32 * 12 and kernel["select 0"].memory == 1024 * 2 + 16 * 12
     assert predict.dense_flops(config) == pytest.approx(72 * 2 ** 20 + 6 * 2 ** 20 + 6 * 1024 * 50304 / 12)

@@ -454,11 +454,10 @@ def test_two_runs_in_one_folder_do_not_mix(arguments, tmp_path):
     assert process.returncode == 1 and "another process" in printed and "choose another --out" in printed
 
 
-def test_weights_of_another_tokenizer_are_refused(arguments, tmp_path):
-    go(arguments("first", max_steps=4))
+def test_weights_of_another_tokenizer_are_refused(arguments):
     run = types.SimpleNamespace(tokens=types.SimpleNamespace(tokenizer_id="another"), config=configs.load(arguments()))
-    with pytest.raises(UserError, match="was trained on data of another tokenizer"):
-        train.take_weights(run, str(tmp_path / "first" / "best.pt"))
+    with pytest.raises(UserError, match="first/best.pt was trained on data of another tokenizer"):
+        train.take_weights(run, {"tokenizer": {"id": "one"}, "model": {}}, "first/best.pt")
 
 
 def test_a_full_disk_at_a_row_of_metrics_does_not_end_the_run(arguments, monkeypatch, capsys):
@@ -637,7 +636,7 @@ def test_the_run_goes_on_while_a_checkpoint_is_written_which_is_that_of_its_step
             assert not writing
             writing.append(file)
             deadline = time.time() + 10
-            while at[0] < min(content["step"] + steps, 12):
+            while found and at[0] < min(content["step"] + steps, 12):  # the first checkpoint is waited for
                 assert time.time() < deadline, "the run waits"
                 time.sleep(0.01)
             real_save(content, file)
@@ -699,3 +698,56 @@ def test_tokens_per_second_are_those_of_steps_alone(arguments, tmp_path, monkeyp
     go(arguments())
     speeds = [row["tokens_per_second"] for row in plot.read_metrics(str(tmp_path / "run"))]
     assert speeds == [512 / 64] + [512 / 2] * 11
+
+
+def test_a_finished_run_asked_again_leaves_its_files_alone(arguments, tmp_path):
+    go(arguments(max_steps=4))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").glob("*.pt")}
+    go(arguments(max_steps=4))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").glob("*.pt")} == before
+
+
+def test_fresh_leaves_files_that_are_not_its_own(arguments, tmp_path):
+    go(arguments(max_steps=4))
+    (tmp_path / "run" / "metrics.backup.jsonl").write_text("mine")
+    go(arguments(max_steps=4, fresh="true"))
+    assert (tmp_path / "run" / "metrics.backup.jsonl").read_text() == "mine"
+
+
+def test_a_folder_may_have_any_name(arguments, tmp_path):
+    go(arguments("exp.ptb", max_steps=8))
+    assert (tmp_path / "exp.ptb" / "ckpt.prev.pt").exists()
+
+
+def test_a_run_killed_at_its_first_evaluation_starts_again(arguments, tmp_path):
+    rows = go(arguments("whole"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(map(plot.metrics_line, rows[:6])))
+    assert go(arguments()) == rows
+
+
+def test_a_moments_failure_to_read_is_no_damage(arguments, tmp_path, monkeypatch):
+    go(arguments(max_steps=8))
+
+    def fail(*arguments, **options):
+        raise OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        go(arguments(max_steps=8))
+    monkeypatch.setattr(torch, "load", lambda *a, **o: (_ for _ in ()).throw(RuntimeError("can't allocate memory")))
+    with pytest.raises(RuntimeError, match="allocate"):
+        go(arguments(max_steps=8))
+
+
+def test_a_damaged_checkpoint_never_takes_the_place_of_a_good_one(arguments, tmp_path):
+    go(arguments())
+    out = tmp_path / "run"
+    (out / "ckpt.pt").write_bytes(b"no")
+    go(arguments())
+    assert (out / "ckpt.pt.damaged").read_bytes() == b"no"
+    assert torch.load(out / "ckpt.prev.pt", weights_only=True)["step"] == 8
+
+
+def test_toy_questions_longer_than_the_context_are_left_out(arguments):
+    rows = go(arguments(context=8, batch_tokens=64, max_steps=6))
+    assert "val_loss" in rows[-1] and "ioi" not in rows[-1]
