@@ -352,7 +352,7 @@ def save_result(folder, about, name, result):
     """Add a finished result to eval.json, from which those of other weights are dropped."""
     path = os.path.join(folder, "eval.json")
     content = read_json(path, "Delete it, and evaluate again") if os.path.exists(path) else {}
-    same = (content.get("checkpoint") or {}).get("sha256") == about["checkpoint"]["sha256"]
+    same = (content.get("checkpoint") or {}).get("weights") == about["checkpoint"]["weights"]
     earlier = content["results"] if same else {}
     write_json(path, {**about, "results": earlier | {name: result | {"commit": about["commit"]}}}, indent=1)
 
@@ -474,7 +474,7 @@ def evaluate(args):
     names = choose_tasks(args)
     check_inputs(names, args)
     rank, ranks, device = start_ranks(args.device)
-    run, sha256 = open_checked(args.run, device)
+    run, weights = open_checked(args.run, device)
     context = args.context or run.config.context
     stride = args.stride or context
     if context > run.config.context:
@@ -485,7 +485,7 @@ def evaluate(args):
     batch_tokens = args.batch_tokens or (16384 if device.type == "cuda" else 4096)
     scorer = Scorer(run.model, context, batch_tokens, rank, ranks)
     tokens = open_val(run, args.val or run.config.data, rank) if {"val", "features"} & set(names) else None
-    about = {"checkpoint": {"path": run.path, "step": run.content["step"], "sha256": sha256}, **provenance(),
+    about = {"checkpoint": {"path": run.path, "step": run.content["step"], "weights": weights}, **provenance(),
              "seed": run.config.seed, "config": vars(run.config), "device": device.type}
     paper = paper_figures(run.config)
     say(f"{run.path}, step {run.content['step']}: {run.model.count_parameters():,} parameters, "
