@@ -423,16 +423,15 @@ def save_run(run, whole, must=False):
     older one's place. All ranks wait, through the store: a collective would give up on a slow disk.
     """
     wait = must or not run.saved
-    run.writer.wait()  # before the copy, so that there is one at a time
-    barrier()
+    with all_or_none():
+        run.writer.wait()  # before the copy, so that there is one at a time
     state = {"optimizer": run.optimizer.state_dict()} if whole else {}  # all ranks: it is gathered
     run.saved = run.saved or whole
     if run.rank == 0:
         run.writer.start(write_run, run, copied(contents(run) | state, run.device), must)
-        if wait:
-            run.writer.wait()
     if wait:
-        barrier()
+        with all_or_none():
+            run.writer.wait()
 
 
 def write_run(run, content, must):
