@@ -20,6 +20,7 @@ once. Accuracies come with the standard error of a mean. A finished task is writ
 at once, an unfinished one never, and what eval.json holds of other weights is dropped.
 """
 import argparse
+import collections
 import contextlib
 import hashlib
 import itertools
@@ -34,9 +35,10 @@ import torch
 import torch.distributed as dist
 
 import tasks
-from checkpoint import checkpoint_path, open_run
+from checkpoint import checkpoint_path, open_run, weights_hash
 from data import Tokens, text_source
-from features import FeatureCounts, weights_hash
+from dpb import Code
+from features import FeatureCounts
 from helpers import UserError, provenance, read_json, run_script, say, standard_error, suggest, whole_number, write_json
 from ranks import leave_ranks, start_ranks
 from score import Request, Scorer, fit, score_documents, windows
@@ -160,16 +162,22 @@ def bits(right):
     return "".join("1" if value else "0" for value in right)
 
 
-@contextlib.contextmanager
-def stand_in(blocks, through):
-    """Inside, through(h) takes the place of what the bottlenecks of these blocks let through of their input h."""
-    for block in blocks:
-        block.narrow = lambda h, edit, record: through(h)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.narrow  # uncovers the method
+def through_input(model, layers):
+    """Arguments of a forward pass in which the bottlenecks of these layers let all of their input h through: y = h."""
+    reader, newest = model.config.site, collections.deque(maxlen=1)  # of what record gets: h of the layer at hand
+
+    def patch(site, layer, x):
+        if site == f"{reader}_out" and layer in layers:
+            return getattr(model.blocks[layer], reader)(newest[0][2])
+        return x
+    return {"patch": patch, "record": newest}
+
+
+def through_nothing(layers):
+    """Arguments of a forward pass in which the bottlenecks of these layers let nothing through: y = 0."""
+    def edit(layer, code):
+        return Code(code.indices, torch.zeros_like(code.coefs)) if layer in layers else code
+    return {"edit": edit}
 
 
 def features(scorer, run, tokens, limit):
@@ -187,19 +195,16 @@ def features(scorer, run, tokens, limit):
             counts.add(record)
     counts.reduce()
 
-    def loss(what):
-        return -scorer.score(requests, f"features, {what}")[0].mean() / scorer.context
+    def loss(what, **arguments):
+        return -scorer.score(requests, f"features, {what}", **arguments)[0].mean() / scorer.context
 
-    def losses(blocks, what):
-        found = {}
-        for key, through in (("loss_input", lambda h: h), ("loss_zero", torch.zeros_like)):
-            with stand_in(blocks, through):
-                found[key] = loss(what)
-        return found
+    def losses(layers, what):
+        return {"loss_input": loss(what, **through_input(run.model, layers)),
+                "loss_zero": loss(what, **through_nothing(layers))}
 
-    layers = [{"levels": level_results(counts, layer), **losses([block], f"layer {layer}")}
-              for layer, block in enumerate(blocks)]
-    return {"loss": loss("as it is"), **losses(blocks, "all layers"), "layers": layers, "edges": EDGES,
+    layers = [{"levels": level_results(counts, layer), **losses([layer], f"layer {layer}")}
+              for layer in range(len(blocks))]
+    return {"loss": loss("as it is"), **losses(range(len(blocks)), "all layers"), "layers": layers, "edges": EDGES,
             "what": f"{count * scorer.context:,} tokens of the validation split of {tokens.folder}, "
                     + describe_windows(scorer, scorer.context),
             "data": {"source": tokens.folder, "tokenizer": tokens.tokenizer_id,

@@ -3,10 +3,13 @@
     logits = model(tokens)                       (B, T) -> (B, T, vocabulary)
     losses = model(tokens, targets)              {"lm": ..., "variance": ..., "reconstruction": ...}
     logits = model(tokens, edit=f)               f(layer, code) -> code, called at every bottleneck
+    logits = model(tokens, patch=f)              f(site, layer, x) -> x, called at every one of PATCH_SITES
 
 Learned positions, tied embedding, RMSNorm, no biases, a GELU MLP of width 4d. `bottleneck` is "none" (dense), "parity"
 (dpb.py) or "topk" (a learned dictionary of m rows a layer); `site` puts it before the MLP or before attention. Reading
-features and editing them is one call: `edit` sees each layer's Code and returns the Code to go on with.
+features and editing them is one call: `edit` sees each layer's Code and returns the Code to go on with. `patch` is the
+same for activations, of any model: what an attention adds to the stream, what an MLP is given (before a bottleneck) and
+adds, and the stream after a block, (B, T, d) each.
 
 Letters: B sequences, T tokens of each, d width, V vocabulary, H heads.
 """
@@ -22,6 +25,7 @@ from kernels_cpu import chunks
 
 BOTTLENECKS = ("none", "parity", "topk")
 SITES = ("mlp", "attention")
+PATCH_SITES = ("attention_out", "mlp_in", "mlp_out", "block_out")  # of a block, in the order of the computation
 LOGITS = 2 ** 25  # a loss holds up to so many at once, 128 MiB; tiny has 2^21 in a pass and just these in evaluation
 
 
@@ -97,11 +101,16 @@ class Block(nn.Module):
     def bottleneck(self):
         return self.parity or self.topk
 
-    def forward(self, x, edit=None, cache=None, record=None):  # (B, T, d)
+    def forward(self, x, edit=None, patch=None, cache=None, record=None):  # (B, T, d)
+        def at(site, x):
+            return x if patch is None else patch(site, self.layer, x)
+
         h = self.norm1(x)
-        x = x + self.attention(self.narrow(h, edit, record) if self.site == "attention" else h, cache)
-        h = self.norm2(x)
-        return x + self.mlp(self.narrow(h, edit, record) if self.site == "mlp" else h)
+        x = x + at("attention_out", self.attention(self.narrow(h, edit, record) if self.site == "attention" else h,
+                                                   cache))
+        h = at("mlp_in", self.norm2(x))
+        x = x + at("mlp_out", self.mlp(self.narrow(h, edit, record) if self.site == "mlp" else h))
+        return at("block_out", x)
 
     def narrow(self, h, edit, record):
         """What the bottleneck lets through of h.
@@ -236,23 +245,23 @@ class GPT(nn.Module):
     def count_parameters(self):
         return sum(weight.numel() for weight in self.parameters())
 
-    def hidden(self, tokens, edit=None, cache=None, record=None):
+    def hidden(self, tokens, edit=None, patch=None, cache=None, record=None):
         """What the unembedding reads, (B, T) -> (B, T, d): for whoever needs the logits of a few places only."""
         T, past = tokens.shape[1], cache.length if cache else 0
         if past + T > self.config.context:
             raise ValueError(f"{past + T} tokens do not fit the context of {self.config.context}: give fewer")
         x = self.embedding(tokens) + self.positions.weight[past : past + T]
         for block in self.blocks:
-            x = block(x, edit, cache, record)
+            x = block(x, edit, patch, cache, record)
         if cache:
             cache.length += T
         return self.norm(x)
 
-    def forward(self, tokens, targets=None, edit=None, cache=None, record=None):
+    def forward(self, tokens, targets=None, edit=None, patch=None, cache=None, record=None):
         weights = {"variance": self.config.variance_weight, "reconstruction": self.config.reconstruction_weight}
         if record is None and targets is not None and any(weights.values()):
             record = []
-        x = self.hidden(tokens, edit, cache, record)  # (B, T, d)
+        x = self.hidden(tokens, edit, patch, cache, record)  # (B, T, d)
         if targets is None:
             return F.linear(x, self.embedding.weight)  # (B, T, V)
         losses = {"lm": cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten())}
@@ -270,7 +279,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens, count, temperature=1.0, top_k=None, top_p=None, seed=0,
-                 stop=None, edit=None, cached=True):
+                 stop=None, edit=None, patch=None, cached=True):
         """Yield `count` next tokens (B,) of the prompts tokens (B, T), one step at a time;
         ends early once each row had `stop`.
 
@@ -288,7 +297,7 @@ class GPT(nn.Module):
         ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         fresh = window  # what the cache has not seen
         for _ in range(count):
-            logits = self(fresh if cached else window, edit=edit, cache=cache)[:, -1].float()
+            logits = self(fresh if cached else window, edit=edit, patch=patch, cache=cache)[:, -1].float()
             chosen = sample(logits, temperature, top_k, top_p, rng)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)

@@ -87,8 +87,9 @@ class Scorer:
             return self.model.hidden(tokens, **arguments)
 
     @torch.no_grad()
-    def score(self, requests, what=""):
+    def score(self, requests, what="", **arguments):
         """Of each request the log-probability, float64, and whether each of its tokens is the most probable: (n,) both.
+        arguments: of the forward passes, such as patch.
 
         The batches do not depend on the number of ranks, and a request is scored by one rank: the others add zeros.
         """
@@ -96,16 +97,16 @@ class Scorer:
         batches = plan(requests, self.batch_tokens)
         for index, (prefix, groups) in enumerate(batches):
             if index % self.ranks == self.rank:
-                found[:, list(itertools.chain(*groups))] = self.score_batch(requests, prefix, groups)
+                found[:, list(itertools.chain(*groups))] = self.score_batch(requests, prefix, groups, **arguments)
             progress(f"{what} {(index + 1) / len(batches):.0%}" if index + 1 < len(batches) else "")
         log_probs, greedy = all_reduce(found).cpu().numpy()
         return log_probs, greedy == [request.count for request in requests]
 
-    def score_batch(self, requests, prefix, groups):
+    def score_batch(self, requests, prefix, groups, **arguments):
         cache = None
         if prefix:
             cache = Cache()
-            self.hidden(np.stack([requests[group[0]].tokens[:prefix] for group in groups]), cache=cache)
+            self.hidden(np.stack([requests[group[0]].tokens[:prefix] for group in groups]), cache=cache, **arguments)
             sizes = torch.tensor([len(group) for group in groups], device=self.device)
             cache.store = {layer: pair.repeat_interleave(sizes, 1) for layer, pair in cache.store.items()}
         rows = [requests[index] for index in itertools.chain(*groups)]
@@ -116,7 +117,8 @@ class Scorer:
             length = len(tokens) - prefix - 1
             inputs[row, :length], targets[row, :length] = tokens[prefix:-1], tokens[prefix + 1 :]
             scored[row, length - count : length] = True
-        x = self.hidden(inputs, cache=cache)[torch.from_numpy(scored).to(self.device)].float()  # (scored, d)
+        x = self.hidden(inputs, cache=cache, **arguments)
+        x = x[torch.from_numpy(scored).to(self.device)].float()  # (scored, d)
         owners, wanted = (torch.from_numpy(found).to(self.device) for found in (scored.nonzero()[0], targets[scored]))
         weight = self.model.embedding.weight.float()
         result = torch.zeros(2, len(rows), dtype=torch.float64, device=self.device)

@@ -105,10 +105,10 @@ def command(*arguments, ranks=0):
 
 
 @torch.no_grad()
-def plain(model, tokens, count):
+def plain(model, tokens, count, patch=None):
     """(log-probability, all greedy) of the last `count` tokens: one sequence, no padding, no cache."""
     tokens = torch.as_tensor(np.asarray(tokens, np.int64))
-    logits = model(tokens[None, :-1])[0, -count:]
+    logits = model(tokens[None, :-1], patch=patch)[0, -count:]
     found = logits.log_softmax(-1).gather(1, tokens[-count:, None]).double().sum().item()
     return found, bool((logits.argmax(-1) == tokens[-count:]).all())
 
@@ -195,10 +195,14 @@ def test_batches_are_few_and_hold_little_padding(world, capsys):
     requests = [score.fit(*tasks.encode_pair(run.encoding, question.context, answer), 48)
                 for question in tasks.questions("hellaswag", str(world))[0] for answer in question.answers]
     passes = []
-    hook = run.model.norm.register_forward_hook(
-        lambda module, given, output: passes.append(output.shape[0] * output.shape[1]))
-    ways = {"one at a time": lambda: [plain(run.model, *request) for request in requests],
-            "in batches": lambda: score.Scorer(run.model, 48).score(requests)}
+
+    def count(site, layer, x):
+        if (site, layer) == ("block_out", 0):
+            passes.append(x.shape[0] * x.shape[1])
+        return x
+
+    ways = {"one at a time": lambda: [plain(run.model, *request, patch=count) for request in requests],
+            "in batches": lambda: score.Scorer(run.model, 48).score(requests, patch=count)}
     work, times = {}, {name: [] for name in ways}
     for _ in range(3):
         for name, way in ways.items():
@@ -207,7 +211,6 @@ def test_batches_are_few_and_hold_little_padding(world, capsys):
             way()
             times[name].append(time.perf_counter() - start)
             work[name] = len(passes), sum(passes)
-    hook.remove()
     ratio = min(times["one at a time"]) / min(times["in batches"])
     with capsys.disabled():
         print(f"\nHellaSwag's format, {len(requests)} texts: {ratio:.1f} times as fast in batches; "
@@ -352,14 +355,17 @@ def test_features_equal_their_definitions(world, run, kind):
             F.cross_entropy(logits.flatten(0, 1), wanted.flatten()).item(), abs=1e-5)
 
 
-def test_a_stand_in_leaves_nothing_behind(world):
-    model = open_run(str(world / "parity")).model
-    tokens = torch.arange(20)[None]
-    before = model(tokens)
-    with pytest.raises(ZeroDivisionError), evaluation.stand_in(model.blocks, torch.zeros_like):
-        assert not torch.equal(model(tokens), before)
-        raise ZeroDivisionError
-    assert torch.equal(model(tokens), before)
+@pytest.mark.parametrize("site", ["mlp", "attention"])
+def test_what_stands_in_for_a_bottleneck_is_its_input_or_nothing(world, site):
+    """Of both sites and of one layer: y = h is the model without that bottleneck, y = 0 an MLP or attention of zero."""
+    config = dataclasses.replace(open_run(str(world / "parity")).config, site=site)
+    model, tokens = GPT(config).eval(), torch.arange(20)[None]
+    without = GPT(config).eval()
+    without.blocks[1].parity = None
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, **evaluation.through_input(model, [1])), without(tokens))
+        nothing = model(tokens, patch=lambda at, layer, x: 0 * x if (at, layer) == (f"{site}_out", 1) else x)
+        assert torch.equal(model(tokens, **evaluation.through_nothing([1])), nothing)
 
 
 def test_a_dense_model_has_no_features_and_says_so(run, capsys):

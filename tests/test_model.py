@@ -13,7 +13,7 @@ import config
 import model as model_module
 from config import Config
 from dpb import Code
-from model import GPT, TopKBottleneck, cross_entropy, cross_entropy_op
+from model import GPT, PATCH_SITES, TopKBottleneck, cross_entropy, cross_entropy_op
 
 TINY = Config(layers=2, d=64, heads=2, context=32, vocab_size=100, bits=(6, 10), active=(4, 8), children=(31,))
 
@@ -240,6 +240,56 @@ def test_an_edit_may_change_the_number_of_features():
         return Code(torch.cat([code.indices, extra], -1), torch.cat([code.coefs, torch.full((3, 20, 1), 5.0)], -1))
 
     assert not torch.equal(model(tokens, edit=add_feature), model(tokens))
+
+
+@pytest.mark.parametrize("bottleneck, site", [("none", "mlp"), ("parity", "mlp"), ("parity", "attention"),
+                                              ("topk", "mlp")])
+def test_the_identity_patch_gives_bit_equal_logits_and_sees_the_four_sites_of_every_layer(bottleneck, site):
+    model = build(bottleneck=bottleneck, site=site).eval()
+    tokens, _ = batch()
+    seen = []
+
+    def look(at, layer, x):
+        seen.append((layer, at, tuple(x.shape)))
+        return x
+
+    def same(layer, code):
+        return code
+
+    assert torch.equal(model(tokens, patch=look), model(tokens))
+    assert seen == [(layer, at, (3, 20, 64)) for layer in (0, 1) for at in PATCH_SITES]
+    assert torch.equal(model(tokens, patch=look, edit=same), model(tokens))
+
+
+def test_what_a_patch_returns_is_what_goes_on():
+    """Each site stands where its name says: a block put together by hand from what is patched."""
+    model = build(bottleneck="parity").eval()
+    tokens, _ = batch()
+    changes = dict(zip(PATCH_SITES, torch.randn(4, 3, 20, 64, generator=torch.Generator().manual_seed(0))))
+    with torch.no_grad():
+        logits = model(tokens, patch=lambda at, layer, x: x + changes[at] if layer == 1 else x)
+        x = model.blocks[0](model.embedding(tokens) + model.positions.weight[:20])
+        block = model.blocks[1]
+        x = x + block.attention(block.norm1(x)) + changes["attention_out"]
+        h = block.norm2(x) + changes["mlp_in"]
+        x = x + block.mlp(block.parity(h)) + changes["mlp_out"] + changes["block_out"]
+        torch.testing.assert_close(logits, F.linear(model.norm(x), model.embedding.weight))
+
+
+def test_a_patch_goes_with_the_cache_and_generation():
+    model = build(bottleneck="parity").eval()
+    prompt = batch()[0][:, :5]
+
+    def push(at, layer, x):
+        return x + 0.5 if at == "mlp_in" else x
+
+    def double(layer, code):
+        return Code(code.indices, 2 * code.coefs * (code.indices % 2))
+
+    cached, plain = (torch.stack(list(model.generate(prompt, 50, temperature=0, cached=c, patch=push, edit=double)))
+                     for c in (True, False))
+    assert torch.equal(cached, plain)
+    assert not torch.equal(cached, torch.stack(list(model.generate(prompt, 50, temperature=0, edit=double))))
 
 
 @pytest.mark.parametrize("sampling", [dict(temperature=0), dict(temperature=1.3, top_k=20), dict(top_p=0.8), {}])
