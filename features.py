@@ -1,13 +1,14 @@
-"""The features of a model: which of them read a text, where in a corpus each one fires, and what it does there.
+"""The features of a source: where in a corpus each one fires, and what it does there.
 
-    codes = read_codes(run.model, prompt_tokens(run, "The sailor"))     one Code a layer, (1, T, K)
-    index, tokens = open_index(run)                                     where each feature fires in the validation data
+    source = open_source(run)                                           of the model's own features, or others
+    codes = read_codes(run.model, prompt_tokens(run, "The sailor"), source)          {layer: Code}, (1, T, K) each
+    index, tokens = open_index(run, source)                             where each feature fires in the validation data
     positions, coefs = index.firings(layer=2, index=1234, sign=1)       e.g. tokens.read(position - 9, position + 1)
 
 A feature of a layer is an index with a sign, since positive and negative coefficients mean unrelated things:
 dpb.unfold. The index holds, for each feature, the tokens on which it was active and its coefficients there: one sorted
-list with offsets into it, 6 bytes an entry. It lies beside the checkpoint as features.npz, with a hash of the weights
-and of what it was made from, and is made anew when one of these has changed.
+list with offsets into it, 6 bytes an entry. It lies beside the checkpoint as features.npz, that of another source than
+the model's own as features-SOURCE.npz, with a hash of what it was made from, and is made anew when that has changed.
 """
 import hashlib
 import os
@@ -16,10 +17,12 @@ import re
 import numpy as np
 import torch
 
+from checkpoint import weights_hash
 from data import Tokens
 from dpb import Code, unfold
 from helpers import Progress, UserError, first_line, whole_file
 from ranks import all_reduce
+from sources import read_codes
 from tokenizer import encode
 
 
@@ -32,49 +35,24 @@ def prompt_tokens(run, text):
     return torch.tensor([ids], device=run.model.embedding.weight.device)
 
 
-def width_of(model):
-    """m, the number of features of a layer; a sentence if it has none."""
-    if model.blocks[0].bottleneck is None:
-        raise UserError("this model is dense, so it has no features to look at: "
-                        "python train.py configs/tiny.py trains one that has")
-    return model.blocks[0].bottleneck.m
-
-
-def read_codes(model, tokens):
-    """The Code of every layer for tokens (B, T)."""
-    width_of(model)
-    codes = []
-
-    def read(layer, code):
-        codes.append(code)
-        return code
-
-    with torch.no_grad():
-        model(tokens, edit=read)
-    return codes
-
-
-def weights_hash(model):
-    """32 hex digits that tell a model from every other, by its weights and moments."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def parse_feature(text, model):
+def parse_feature(text, source):
     """(layer, index, sign) of what a user writes: LAYER:INDEX, LAYER:INDEX+ or LAYER:INDEX-."""
     found = re.fullmatch(r"(\d{1,9}):(\d{1,9})([+-]?)", text)
     if not found:
         raise UserError(f"{text!r} is no feature: write LAYER:INDEX with + or - after it, as in 2:1234-")
     layer, index, sign = int(found[1]), int(found[2]), -1 if found[3] == "-" else 1
-    if layer >= len(model.blocks):
-        raise UserError(f"there is no layer {layer}: this model has the layers 0 to {len(model.blocks) - 1}")
-    if index >= width_of(model):
+    if layer not in source.layers:
+        layers = sorted(source.layers)
+        there = f"the layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]} only"
+        raise UserError(f"there is no layer {layer}: {describe_source(source)} has {there}")
+    if index >= source.m:
         raise UserError(f"there is no feature {index}: "
-                        f"a layer of this model has the features 0 to {width_of(model) - 1}")
+                        f"a layer of {describe_source(source)} has the features 0 to {source.m - 1}")
     return layer, index, sign
+
+
+def describe_source(source):
+    return "this model" if source.name == "own" else f"the source {source.name}"
 
 
 def level_of(bottleneck, index):
@@ -100,15 +78,16 @@ def find_parents(bottleneck, code):
 
 
 class Index:
-    """Where each feature fires: its entries are offsets[f] .. offsets[f + 1] - 1, f = 2 m layer + unfolded id."""
+    """Where each feature fires: its entries are offsets[f] .. offsets[f + 1] - 1, f = 2 m n + unfolded id, n the
+    number of its layer among those of the source."""
 
-    def __init__(self, arrays, m):
+    def __init__(self, arrays, source):
         self.offsets, self.positions, self.coefs = arrays["offsets"], arrays["positions"], arrays["coefs"]
-        self.tokens, self.m = int(arrays["tokens"]), m
+        self.tokens, self.m, self.layers = int(arrays["tokens"]), source.m, sorted(source.layers)
 
     def firings(self, layer, index, sign):
         """The positions in the validation data where a feature fires, in order, and its |coefficient| there."""
-        feature = 2 * self.m * layer + index + self.m * (sign < 0)
+        feature = 2 * self.m * self.layers.index(layer) + index + self.m * (sign < 0)
         own = slice(self.offsets[feature], self.offsets[feature + 1])
         return self.positions[own], self.coefs[own].astype(np.float32)
 
@@ -121,50 +100,50 @@ class Index:
         return sorted(counts, key=lambda pair: (-pair[0], pair[1]))
 
 
-def gather(model, tokens, windows, batch=16):
+def gather(model, source, tokens, windows, batch=16):
     """The arrays of an Index over the first windows of the validation data."""
-    context, m = model.config.context, width_of(model)
+    context, m, layers = model.config.context, source.m, sorted(source.layers)
     progress = Progress(windows * context, 0)
-    ids, coefs = [[[] for _ in model.blocks] for _ in range(2)]
+    found = {layer: [] for layer in layers}  # (unfolded ids, positions, coefficients), (E,) each, of every batch
     for start in range(0, windows, batch):
         rows = tokens.windows(range(start, min(start + batch, windows)), context)[:, :-1]
-        for layer, code in enumerate(read_codes(model, rows.to(model.embedding.weight.device))):
-            unfolded, strength = unfold(code, m)
-            ids[layer].append(unfolded.flatten(0, 1).to(torch.int32).cpu())
-            coefs[layer].append(strength.flatten(0, 1).clamp(max=65504).half().cpu())
+        for layer, code in read_codes(model, rows.to(model.embedding.weight.device), source).items():
+            ids, strength = (part.flatten(0, 1).cpu() for part in unfold(code, m))  # (N, K)
+            strength = strength.float().clamp(max=65504).half()
+            places, slots = (strength > 0).nonzero().unbind(1)
+            found[layer].append((ids[places, slots].to(torch.int32).numpy(),
+                                 (places + start * context).numpy().astype(np.uint32), strength[places, slots].numpy()))
         progress.show(min(start + batch, windows) * context)
     progress.show(windows * context, last=True)
-    counts, places, values = [], [], []
-    for layer in range(len(model.blocks)):  # one at a time, and forgotten at once: a sort needs room
-        K = ids[layer][0].shape[1]
-        found, strength = torch.cat(ids[layer]).flatten().numpy(), torch.cat(coefs[layer]).flatten().numpy()  # (N * K,)
-        ids[layer] = coefs[layer] = None
-        order = np.argsort(found, kind="stable")  # by feature, then by position
-        order = order[strength[order] > 0]
-        counts.append(np.bincount(found[order], minlength=2 * m))
-        places.append((order // K).astype(np.uint32))
-        values.append(strength[order])
+    counts, positions, coefs = [], [], []
+    for layer in layers:  # one at a time, and forgotten at once: a sort needs room
+        ids, places, strength = (np.concatenate(parts) for parts in zip(*found.pop(layer)))
+        order = np.argsort(ids, kind="stable")  # by feature, then by position
+        counts.append(np.bincount(ids, minlength=2 * m))
+        positions.append(places[order])
+        coefs.append(strength[order])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-    return {"offsets": offsets, "positions": np.concatenate(places), "coefs": np.concatenate(values)}
+    return {"offsets": offsets, "positions": np.concatenate(positions), "coefs": np.concatenate(coefs)}
 
 
-def open_index(run, most=2 ** 16, say=print):
-    """The Index of a run over at most `most` tokens of validation data: the stored one if it is of these weights."""
-    m, tokens = width_of(run.model), Tokens(run.config.data, "val")
+def open_index(run, source, most=2 ** 16, say=print):
+    """The Index of a source over at most `most` tokens of validation data: the stored one if it is of these weights."""
+    tokens = Tokens(run.config.data, "val")
     if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
         raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
     windows = min(tokens.count(run.config.context), max(1, most // run.config.context))
-    key = f"{weights_hash(run.model)} {len(tokens)} {windows * run.config.context}"
-    path = os.path.join(os.path.dirname(run.path), "features.npz")
+    key = f"{weights_hash(run.model)} {source.key} {len(tokens)} {windows * run.config.context}"
+    name = "features.npz" if source.name == "own" else f"features-{source.name}.npz"
+    path = os.path.join(os.path.dirname(run.path), name)
     arrays = read_arrays(path, say)
     if arrays is None or str(arrays.get("key")) != key:
         why = f"{path} is of another checkpoint or another piece of data: gathering" if arrays else "gathering"
         say(f"{why} where each feature fires in {windows * run.config.context:,} tokens of {run.config.data}, once")
-        arrays = gather(run.model, tokens, windows) | {"key": np.array(key),
-                                                       "tokens": np.array(windows * run.config.context)}
+        arrays = gather(run.model, source, tokens, windows)
+        arrays |= {"key": np.array(key), "tokens": np.array(windows * run.config.context)}
         write_arrays(path, arrays)
         say(f"wrote {path}, {os.path.getsize(path) / 1e6:.1f} MB, {len(arrays['positions']):,} firings")
-    return Index(arrays, m), tokens
+    return Index(arrays, source), tokens
 
 
 def read_arrays(path, say=print):
@@ -204,7 +183,7 @@ def write_arrays(path, arrays):
 
 
 @torch.no_grad()
-def effect(model, tokens, layer, index, positions):
+def effect(model, source, tokens, layer, index, positions):
     """How much the feature raises the logit of each next token above the mean of all: with it, less without it,
     the mean over positions. (V,)
 
@@ -224,7 +203,7 @@ def effect(model, tokens, layer, index, positions):
         coefs[at] = torch.where(code.indices[at] == index, 0, coefs[at])
         return Code(code.indices, coefs)
 
-    with_it, without = (model(rows, edit=edit)[at].float() for edit in (None, remove))
+    with_it, without = (model(rows, **arguments)[at].float() for arguments in ({}, source.edited(remove)))
     change = (with_it - without).mean(0)
     return change - change.mean()
 

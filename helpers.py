@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -321,9 +322,39 @@ def print_row(widths, *cells):
     print(line.rstrip(), flush=True)
 
 
+# Signals
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """A list that SIGTERM and Ctrl-C add to: the loop looks at it after each step. A second Ctrl-C leaves at once."""
+    asked = []
+
+    def take_note(number, frame):
+        if number == signal.SIGINT and number in asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, take_note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 # Figures
 
 
 def standard_error(values):
     """Of their mean; None for a single one."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+
+
+def bootstrap(tops, bottoms, draws=1000):
+    """(ratio, low, high) of the sums of two lists, such as errors and variances of texts: 95% of draws of as many
+    items with replacement give a ratio between low and high."""
+    tops, bottoms = np.asarray(tops, float), np.asarray(bottoms, float)
+    weights = np.random.default_rng(0).multinomial(len(tops), np.full(len(tops), 1 / len(tops)), draws)
+    ratios = (weights @ tops) / (weights @ bottoms)
+    return [float(tops.sum() / bottoms.sum()), *map(float, np.quantile(ratios, [0.025, 0.975]))]

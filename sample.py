@@ -5,6 +5,7 @@
     python sample.py out/tiny --interactive                        type prompts, change the steering, go on
     python sample.py out/tiny --prompt "The sailor" --features     the strongest features of each token
     python sample.py out/tiny --feature 2:1234+                    what one feature fires on, and what it does
+    python sample.py out/tiny --feature 2:1234+ --source hash      the same of another source: sources.py
     python sample.py out/tiny --steer sea --alphas 0,0.5,1,2       how far steering goes, and what it costs
     python sample.py out/tiny --steer-eval                         ten concepts on which nothing was tuned
 
@@ -24,9 +25,10 @@ import torch
 import steer
 import toyworld
 from checkpoint import newest_run, open_run
-from features import effect, find_parents, level_of, open_index, parse_feature, prompt_tokens, read_codes
+from features import effect, find_parents, level_of, open_index, parse_feature, prompt_tokens
 from helpers import UserError, run_script, within
-from steer import HELD_OUT, Vector, contrast, count_toy_words, perplexity, piece, text_of
+from sources import open_source, read_codes
+from steer import HELD_OUT, Vector, contrast, count_toy_words, perplexity, piece, steered, steering_source, text_of
 from tokenizer import END
 from toyworld import is_toy
 
@@ -78,17 +80,18 @@ def sampling(options):
     return {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
 
 
-def sample_tokens(run, prompt, samples, options, seed, vector=None, alpha=1.0):
+def sample_tokens(run, prompt, samples, options, seed, source=None, vector=None, alpha=1.0):
     """Tokens (samples, tokens) that follow the prompt (1, T), in one batch."""
-    steps = steer.generate(run.model, prompt.expand(samples, -1), options.tokens, vector, alpha,
-                           seed=seed, **sampling(options))
+    steps = run.model.generate(prompt.expand(samples, -1), options.tokens, seed=seed, **sampling(options),
+                               **steered(source, vector, alpha))
     return torch.stack(list(steps), dim=1)
 
 
-def write_sample(run, prompt, options, seed, vector=None, alpha=1.0):
+def write_sample(run, prompt, options, seed, source=None, vector=None, alpha=1.0):
     """Stream one text to the terminal, to its end or options.tokens."""
     end = run.encoding.eot_token
-    steps = steer.generate(run.model, prompt, options.tokens, vector, alpha, seed=seed, stop=end, **sampling(options))
+    steps = run.model.generate(prompt, options.tokens, seed=seed, stop=end, **sampling(options),
+                               **steered(source, vector, alpha))
     tokens = (token.item() for token in steps)
     stream(run.encoding, itertools.takewhile(lambda token: token != end, tokens),
            lambda text: print(text, end="", flush=True))
@@ -106,7 +109,7 @@ def check_concept(concept):
                         "For any other give --positive FILE --negative FILE")
 
 
-def make_vector(run, concept, options):
+def make_vector(run, source, concept, options):
     """The vector of a concept, from texts."""
     if options.positive or options.negative:
         if not (options.positive and options.negative):
@@ -119,36 +122,36 @@ def make_vector(run, concept, options):
         raise UserError("this model was not trained on the toy world, whose concepts are known: "
                         "give texts with the concept and texts without it, --positive FILE --negative FILE")
     print(f"making the vector of {concept}" + f", fitted in {options.fit} steps" * (options.fit > 0), flush=True)
-    vector = contrast(run, concept, *texts, k=options.k, layer=options.layer, steps=options.fit)
+    vector = contrast(run, source, concept, *texts, k=options.k, steps=options.fit)
     if options.save_vector:
         vector.save(options.save_vector)
         print(f"wrote {options.save_vector}")
     return vector
 
 
-def first_vector(run, options):
+def first_vector(run, source, options):
     """The vector that the command line asks for, or None."""
     if not (options.vector or options.steer or options.positive or options.negative):
         return None
     if not options.vector:
-        return make_vector(run, options.steer or "the positive text", options)
+        return make_vector(run, source, options.steer or "the positive text", options)
     if options.steer or options.positive or options.negative:
         raise UserError("--vector FILE is a vector already: leave --steer, --positive and --negative off")
-    return Vector.load(options.vector, run.model)
+    return Vector.load(options.vector, run.model, source)
 
 
 def words_of(run, concept):
     return toyworld.concept_words(concept) if is_toy(run.encoding) and concept in toyworld.TOPICS else ()
 
 
-def show_steering(run, prompt, vector, options):
+def show_steering(run, prompt, source, vector, options):
     """Unsteered and steered text from the same seed, side by side."""
     colour, words = sys.stdout.isatty(), words_of(run, vector.concept)
     width = min(150, shutil.get_terminal_size((130, 24)).columns)
     for number in range(options.samples or 3):
         start = text_of(run.encoding, prompt[0, 1:].tolist())
         texts = [start + text_of(run.encoding, tokens[0].tolist()).partition(END)[0] for tokens in (
-                 sample_tokens(run, prompt, 1, options, options.seed + number, vector, alpha)
+                 sample_tokens(run, prompt, 1, options, options.seed + number, source, vector, alpha)
                  for alpha in (0, options.alpha))]
         heads = f"unsteered, seed {options.seed + number}", f"{vector.concept}, alpha {options.alpha:g}"
         print(*columns(*heads, (), width, colour), *columns(*texts, words, width, colour), sep="\n", end="\n\n")
@@ -163,7 +166,7 @@ def measure(texts, concept):
     return share, error, (formed.sum() / sentences.sum().clamp(min=1)).item(), int(sentences.sum())
 
 
-def sweep(run, prompt, vector, options):
+def sweep(run, prompt, source, vector, options):
     """A row for each alpha: what steering gains and what it costs."""
     toy, samples = bool(words_of(run, vector.concept)), options.samples or 32
     print(f"{vector.concept}: {samples} texts of {options.tokens} tokens for each alpha, "
@@ -171,7 +174,7 @@ def sweep(run, prompt, vector, options):
           "perplexity is the unsteered model's")
     print(f"{'alpha':>7}" + f"{'concept words':>18}{'well-formed':>13}" * toy + f"{'perplexity':>12}")
     for alpha in options.alphas:
-        tokens = sample_tokens(run, prompt, samples, options, options.seed, vector, alpha)
+        tokens = sample_tokens(run, prompt, samples, options, options.seed, source, vector, alpha)
         row = f"{alpha:7g}"
         if toy:
             share, error, formed, _ = measure([text_of(run.encoding, ids) for ids in tokens.tolist()], vector.concept)
@@ -180,7 +183,7 @@ def sweep(run, prompt, vector, options):
         print(row + f"{perplexity(run.model, whole, prompt.shape[1]):12.2f}", flush=True)
 
 
-def steer_eval(run, options, concepts=HELD_OUT, choose=32, test=64, base=512):
+def steer_eval(run, source, options, concepts=HELD_OUT, choose=32, test=64, base=512):
     """A row for each concept. Its alpha is the one with most concept words among those with 85% well-formed sentences,
     in texts of one seed; what it does is measured on texts of another, and there 80% must be well-formed: of the 300
     sentences of the choice five points are two standard errors. The unsteered texts are the same for all concepts."""
@@ -191,14 +194,14 @@ def steer_eval(run, options, concepts=HELD_OUT, choose=32, test=64, base=512):
     prompt, reached = prompt_tokens(run, ""), 0
 
     def texts(samples, seed, *steering):
-        return [text_of(run.encoding, ids)
-                for ids in sample_tokens(run, prompt, samples, options, seed, *steering).tolist()]
+        tokens = sample_tokens(run, prompt, samples, options, seed, source, *steering)
+        return [text_of(run.encoding, ids) for ids in tokens.tolist()]
 
     unsteered = texts(base, options.seed)
     formed, sentences = measure(unsteered, concepts[0])[2:]
-    dense = run.config.bottleneck == "none"
+    of_stream = f"residual stream after layer {options.layer}"
     print(f"{run.path}, "
-          + (f"residual stream after layer {options.layer}" if dense else f"{options.k} features a layer")
+          + (of_stream if source.name == "stream" else f"{options.k} features a layer of {source.name}")
           + (", fitted weights" if options.fit else ", differences as weights"))
     print(f"texts of {options.tokens} tokens from nothing, temperature {options.temperature}, top-p {options.top_p}")
     print(f"unsteered: {base} texts, {sentences:,} sentences, {formed:.1%} well-formed; "
@@ -207,7 +210,7 @@ def steer_eval(run, options, concepts=HELD_OUT, choose=32, test=64, base=512):
           f"{'well-formed':>13}{'sentences':>11}")
     for concept in concepts:
         before, error, _, _ = measure(unsteered, concept)
-        vector = contrast(run, concept, *steer.toy_texts(concept), k=options.k, layer=options.layer, steps=options.fit)
+        vector = contrast(run, source, concept, *steer.toy_texts(concept), k=options.k, steps=options.fit)
         tries = [(measure(texts(choose, options.seed + 1, vector, alpha), concept), alpha) for alpha in alphas]
         fluent = [(share, alpha) for (share, _, formed, _), alpha in tries if formed >= 0.85]
         alpha = max(fluent)[1] if fluent else min(alphas)
@@ -221,31 +224,40 @@ def steer_eval(run, options, concepts=HELD_OUT, choose=32, test=64, base=512):
 # Features
 
 
-def show_features(run, prompt, top):
+def show_features(run, source, prompt, top):
     """For each token of the prompt and each layer the strongest features: level, index, sign, coefficient, parent."""
-    codes = read_codes(run.model, prompt)
-    print("feature INDEX[+-], |coefficient|, < the parent it was reached from; level 0 has no parents")
+    codes = read_codes(run.model, prompt, source)
+    print("feature INDEX[+-], |coefficient|"
+          + ", < the parent it was reached from; level 0 has no parents" * (source.name == "own"))
     for at, token in enumerate(prompt[0].tolist()):
         print(f"\n{at} {text_of(run.encoding, [token])!r}")
-        for layer, (block, code) in enumerate(zip(run.model.blocks, codes)):
-            parents = find_parents(block.bottleneck, code)[0, at]
-            cells = []
-            for place in code.coefs[0, at].abs().topk(min(top, code.coefs.shape[-1])).indices.tolist():
-                index, coef, parent = (code.indices[0, at, place].item(), code.coefs[0, at, place].item(),
-                                       parents[place].item())
-                cell = f"{index}{'-' if coef < 0 else '+'} {abs(coef):.2f}" + (f" < {parent}" if parent >= 0 else "")
-                cells.append(f"{f'level {level_of(block.bottleneck, index)}: {cell}':30}")
+        for layer, code in codes.items():
+            cells = [f"{cell:30}" for cell in cells_of(source, layer, code, at, top)]
             print(f"  layer {layer}  {' '.join(cells)}".rstrip())
 
 
-def show_feature(run, name, options):
+def cells_of(source, layer, code, at, top):
+    """The strongest features of the token at `at`, as they are printed; levels and parents are of own features."""
+    own = source.name == "own"
+    parents = find_parents(source.layers[layer], code)[0, at] if own else None
+    for place in code.coefs[0, at].abs().topk(min(top, code.coefs.shape[-1])).indices.tolist():
+        index, coef = code.indices[0, at, place].item(), code.coefs[0, at, place].item()
+        if coef == 0 and not own:  # room that this token does not need
+            continue
+        cell = f"{index}{'-' if coef < 0 else '+'} {abs(coef):.2f}"
+        if own:
+            cell = f"level {level_of(source.layers[layer], index)}: {cell}"
+            cell += f" < {parents[place]}" if parents[place] >= 0 else ""
+        yield cell
+
+
+def show_feature(run, source, name, options):
     """One feature: how often it fires, where hardest, what it does there, whose child it is, who its children are."""
-    layer, index, sign = parse_feature(name, run.model)
-    statistics, tokens = open_index(run, options.index_tokens)
+    layer, index, sign = parse_feature(name, source)
+    statistics, tokens = open_index(run, source, options.index_tokens)
     positions, coefs = statistics.firings(layer, index, sign)
-    bottleneck = run.model.blocks[layer].bottleneck
-    level = level_of(bottleneck, index)
-    print(f"feature {layer}:{index}{'-' if sign < 0 else '+'}, level {level}: fires on {len(positions):,} of "
+    of = f", level {level_of(source.layers[layer], index)}" if source.name == "own" else f" of {source.name}"
+    print(f"feature {layer}:{index}{'-' if sign < 0 else '+'}{of}: fires on {len(positions):,} of "
           f"{statistics.tokens:,} tokens ({len(positions) / statistics.tokens:.3%})")
     if not len(positions):
         return print("it never fires in this piece of data: there is nothing to show")
@@ -256,15 +268,22 @@ def show_feature(run, name, options):
         left, own, right = (text_of(run.encoding, tokens.read(a, min(b, len(tokens))).tolist()).replace("\n", "\\n")
                             for a, b in ((start, position), (position, position + 1), (position + 1, position + 6)))
         print(f"  {coef:6.2f}  {left}{before}{own}{after}{right}")
-    change = effect(run.model, tokens, layer, index, positions[hardest])[: run.encoding.n_vocab]
+    change = effect(run.model, source, tokens, layer, index, positions[hardest])[: run.encoding.n_vocab]
     for title, values, ids in (("raises", *change.topk(8)), ("lowers", *(-change).topk(8))):
         print(f"{title} the logit of the next token there: "
               + ", ".join(f"{text_of(run.encoding, [i])!r} {v:.2f}" for v, i in zip(values.tolist(), ids.tolist())))
+    if source.name == "own":
+        show_family(source.layers[layer], statistics, layer, index, positions, options.top)
+
+
+def show_family(bottleneck, statistics, layer, index, positions, top):
+    """The parents and children of a feature that fire with it most often."""
+    level = level_of(bottleneck, index)
     for title, number, low in (("parents", level, level - 1), ("children", level + 1, level + 1)):
         if hasattr(bottleneck, f"generators_{number}"):
             family = (bottleneck.get_buffer(f"generators_{number}") ^ index).tolist()
             family = [i for i in family if bottleneck.lows[low] <= i < bottleneck.lows[low + 1]]
-            counts = statistics.cofiring(layer, positions, family)[: options.top]
+            counts = statistics.cofiring(layer, positions, family)[:top]
             print(f"{title}, of {len(family)}, by tokens that both fire on: "
                   + ", ".join(f"{i} ({count:,})" for count, i in counts))
 
@@ -272,9 +291,9 @@ def show_feature(run, name, options):
 # The program
 
 
-def interact(run, options):
+def interact(run, source, options):
     """Prompts and commands until the input ends."""
-    vector, alpha, seed = first_vector(run, options), options.alpha, options.seed
+    vector, alpha, seed = first_vector(run, source, options), options.alpha, options.seed
     concept = vector and vector.concept
     vectors = {None: None, concept: vector}
     print(HELP)
@@ -290,7 +309,7 @@ def interact(run, options):
             elif command == "/steer":
                 alpha = ALPHA(words[1]) if len(words) > 1 else alpha
                 if words and words[0] not in vectors:
-                    vectors[words[0]] = make_vector(run, words[0], options)
+                    vectors[words[0]] = make_vector(run, source, words[0], options)
                 concept = words[0] if words else None
             elif command == "/alpha":
                 alpha = ALPHA(words[0])
@@ -301,7 +320,7 @@ def interact(run, options):
             else:
                 prompt = prompt_tokens(run, line)
                 print(line, end="")
-                write_sample(run, prompt, options, seed, vectors[concept], alpha)
+                write_sample(run, prompt, options, seed, source, vectors[concept], alpha)
         except (UserError, argparse.ArgumentTypeError) as error:
             print(error)
         except (ValueError, IndexError):
@@ -334,6 +353,11 @@ def parse(arguments):
                       help="only the likeliest tokens with probability P together (0.9)")
     text.add_argument("--seed", type=SEED, default=0, metavar="N",
                       help="the same seed gives the same text (0)")
+    parser.add_argument("--source", metavar="NAME",
+                        help="whose features to look at or steer with: own, hash, neurons, a variant of SAE that "
+                             "sae.py has trained, or its folder (own; steering a dense model: its residual stream)")
+    parser.add_argument("--site", default="mlp_in", metavar="SITE",
+                        help="of hash, neurons and SAEs: attention_out, mlp_in, mlp_out or block_out (mlp_in)")
     look = parser.add_argument_group("look at features")
     look.add_argument("--features", action="store_true",
                       help="the strongest features of each token of the prompt, by layer")
@@ -375,16 +399,17 @@ def main(arguments):
         options.steer, options.alpha = "cars", 1.25 if options.alpha is None else options.alpha
         print(f"{run.path}, steered to speak of cars (python sample.py --help tells what else there is)\n")
     options.alpha = 1.0 if options.alpha is None else options.alpha
+    if options.feature or options.features:
+        source = open_source(run, options.source or "own", options.site)
+        return show_feature(run, source, options.feature, options) if options.feature else \
+            show_features(run, source, prompt, options.top)
+    source = steering_source(run, options.source, options.site, options.layer)
     if options.interactive:
-        interact(run, options)
-    elif options.feature:
-        show_feature(run, options.feature, options)
-    elif options.features:
-        show_features(run, prompt, options.top)
+        interact(run, source, options)
     elif options.steer_eval:
-        steer_eval(run, options)
-    elif vector := first_vector(run, options):
-        sweep(run, prompt, vector, options) if options.alphas else show_steering(run, prompt, vector, options)
+        steer_eval(run, source, options)
+    elif vector := first_vector(run, source, options):
+        (sweep if options.alphas else show_steering)(run, prompt, source, vector, options)
     else:
         for number in range(options.samples or 1):
             print(text or "", end="")

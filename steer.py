@@ -1,7 +1,8 @@
 """Steering: make a model speak of something by adding features to its codes.
 
-    vector = contrast(run, "sea", *toy_texts("sea"))                   from texts with the concept and texts without it
-    for token in generate(run.model, tokens, 100, vector, alpha=1): ...
+    source = steering_source(run)                                      the model's own features, or any other source
+    vector = contrast(run, source, "sea", *toy_texts("sea"))           from texts with the concept and texts without it
+    for token in run.model.generate(tokens, 100, **steered(source, vector, alpha=1)): ...
 
 Which features: in each layer, the k whose mean activation (unfolded: dpb.py) on the positive texts exceeds that on the
 negative ones by most. How much of each: the weights under which the steered model finds the positive texts likeliest,
@@ -9,11 +10,12 @@ or nearly, after some steps of gradient descent from zero; alpha multiplies them
 differences themselves, scaled to length 1. These steer too, but a feature that reads a concept is not always one that
 makes the model speak of it: docs/log.md has the figures of both.
 
-Parity and TopK models are steered at every layer and token, by entries added to the code. Decoding is a sum, so that
-adds to the coefficient of a feature that is active and makes active one that is not. A dense model has no features:
-its vector lives in the residual stream after one layer, d coordinates with their weights, made and fitted likewise.
+A model is steered by its own features at every layer and token, by entries added to the code. Decoding is a sum, so
+that adds to the coefficient of a feature that is active and makes active one that is not. The features of another
+source, such as SAEs, are added to the activations that it reads, at its layers. A dense model has no features of its
+own: without SAEs its vector lives in the residual stream after one layer, `stream`, d coordinates with their weights,
+made and fitted likewise.
 """
-import contextlib
 import functools
 import math
 import re
@@ -25,9 +27,11 @@ import torch
 import torch.nn.functional as F
 
 import toyworld
+from checkpoint import weights_hash
 from dpb import Code, unfold
-from features import read_arrays, read_codes, weights_hash, write_arrays
+from features import read_arrays, write_arrays
 from helpers import UserError
+from sources import Neurons, Source, open_source, read_activations, read_codes
 from tokenizer import END, encode
 
 TOY_SEED = 2  # of the documents that vectors are made from: training has those of seed 0, validation those of seed 1
@@ -38,58 +42,59 @@ HELD_OUT = tuple(toyworld.TOPICS)[1::3][:10]
 class Vector(NamedTuple):
     concept: str
     model: str                # weights_hash of the model that it is for
-    layers: torch.Tensor      # (n,) all layers, or the one of a dense model
-    indices: torch.Tensor     # (n, k) features; of a dense model, coordinates of the residual stream
+    source: str               # key of the source whose features these are
+    layers: torch.Tensor      # (n,) of the source
+    indices: torch.Tensor     # (n, k) features
     weights: torch.Tensor     # (n, k) signed
 
     def save(self, path):
         write_arrays(path, {name: np.asarray(value) for name, value in self._asdict().items()})
 
     @classmethod
-    def load(cls, path, model):
-        """The vector in a file, if it is one and was made for this model."""
+    def load(cls, path, model, source):
+        """The vector in a file, if it is one and was made for this model and source."""
         arrays = read_arrays(path, say=lambda problem: None)
         if arrays is None or set(arrays) != set(cls._fields):
             raise UserError(f"{path} is missing, damaged, or no vector that --save-vector has written")
-        concept, made_for = str(arrays["concept"]), str(arrays["model"])
+        concept, made_for, key = (str(arrays[name]) for name in cls._fields[:3])
         if made_for != weights_hash(model):
             raise UserError(f"{path} is a vector of another model, whose features mean other things: "
                             f"make one for this model with --steer {concept} --save-vector FILE")
-        return cls(concept, made_for, *(torch.from_numpy(arrays[name]) for name in cls._fields[2:]))
+        if key != source.key:
+            raise UserError(f"{path} is a vector of the source {key!r}, not of {source.key!r}: give its own --source "
+                            "(and --site, or --layer of a dense model)")
+        return cls(concept, made_for, key, *(torch.from_numpy(arrays[name]) for name in cls._fields[3:]))
+
+
+def steering_source(run, name=None, site="mlp_in", layer=0):
+    """The source that a model is steered with: the one named; else its own, or the stream after a layer."""
+    if name is None and run.config.bottleneck == "none":
+        d = run.config.d
+        return Source("stream", f"stream {layer}", "block_out", d, {layer: Neurons(d, d)})
+    return open_source(run, name or "own", site)
 
 
 def add_features(vector, alpha, layer, code):
     """The code (..., K) with the vector's features of this layer, alpha times their weights: (..., K + k)."""
+    row = vector.layers.tolist().index(layer)
     shape = *code.indices.shape[:-1], vector.indices.shape[1]
-    more = Code(vector.indices[layer].to(code.indices).expand(shape),
-                (alpha * vector.weights[layer]).to(code.coefs).expand(shape))
+    more = Code(vector.indices[row].to(code.indices).expand(shape),
+                (alpha * vector.weights[row]).to(code.coefs).expand(shape))
     return Code(*(torch.cat(pair, dim=-1) for pair in zip(code, more)))
 
 
-@contextlib.contextmanager
-def steered(model, vector, alpha):
-    """Inside, a forward pass with edit= what this gives is steered."""
-    if vector is None or model.blocks[0].bottleneck is not None:
-        yield vector and functools.partial(add_features, vector, alpha)
-        return
-    block = model.blocks[vector.layers.item()]
-    hook = block.register_forward_hook(lambda block, inputs, x: x + (alpha * vector.weights[0]).to(x))
-    try:
-        yield None
-    finally:
-        hook.remove()
+def steered(source, vector, alpha=1.0):
+    """Arguments of a forward pass, or of generation, that is steered."""
+    if vector is None:
+        return {}
+    if source.name == "own":
+        return source.edited(functools.partial(add_features, vector, alpha))
+    rows = {layer: row for row, layer in enumerate(vector.layers.tolist())}
 
-
-def generate(model, tokens, count, vector=None, alpha=1.0, **settings):
-    """GPT.generate, steered. Between two tokens the model is as it was."""
-    steps = None
-    while True:
-        with steered(model, vector, alpha) as edit:
-            steps = steps or model.generate(tokens, count, edit=edit, **settings)
-            token = next(steps, None)
-        if token is None:
-            return
-        yield token
+    def add(layer, x):
+        indices, weights = vector.indices[rows[layer]].to(x.device), vector.weights[rows[layer]].to(x.device)
+        return x + source.added(layer, indices, alpha * weights).to(x.dtype)
+    return source.patched(add)
 
 
 # Vectors from texts
@@ -106,59 +111,53 @@ def batches(run, texts, size=16):
                torch.tensor([[i < len(row) for i in range(longest)] for row in part], device=device))
 
 
-def mean_features(run, texts):
+def mean_features(run, source, texts):
     """The mean activation of every unfolded feature over the tokens of the texts: (layers, 2m)."""
-    m = run.model.blocks[0].bottleneck.m
-    total, count = torch.zeros(run.config.layers, 2 * m), 0
+    layers, count = sorted(source.layers), 0
+    total = torch.zeros(len(layers), 2 * source.m)
     for tokens, real in batches(run, texts):
-        for sums, code in zip(total, read_codes(run.model, tokens)):
-            ids, values = unfold(code, m)
+        codes = read_codes(run.model, tokens, source)
+        for sums, layer in zip(total, layers):
+            ids, values = unfold(codes[layer], source.m)
             sums.index_add_(0, ids[real].flatten().cpu(), values[real].flatten().float().cpu())
         count += real.sum().item()
     return total / count
 
 
-@torch.no_grad()
-def mean_stream(run, texts, layer):
-    """The mean residual stream after a layer: (1, d)."""
-    found = []
-    hook = run.model.blocks[layer].register_forward_hook(lambda block, inputs, x: found.append(x))
-    try:
-        for tokens, real in batches(run, texts):
-            run.model(tokens)
-            found[-1] = found[-1][real].float().cpu()
-    finally:
-        hook.remove()
-    return torch.cat(found).mean(0, keepdim=True)
+def mean_stream(run, source, texts):
+    """The mean of the activations themselves: (layers, d)."""
+    layers, found = sorted(source.layers), []
+    for tokens, real in batches(run, texts):
+        read = read_activations(run.model, tokens, source.site, layers)
+        found.append(torch.stack([read[layer][real].float().cpu() for layer in layers]))  # (layers, N, d)
+    return torch.cat(found, dim=1).mean(1)
 
 
-def contrast(run, concept, positive, negative, k=256, layer=0, steps=100):
-    """The Vector of a concept from texts that have it and texts that do not. layer: of a dense model."""
+def contrast(run, source, concept, positive, negative, k=256, steps=100):
+    """The Vector of a concept from texts that have it and texts that do not."""
     for name, texts in (("positive", positive), ("negative", negative)):
         if not any(text.strip() for text in texts):
             raise UserError(f"there is no {name} text: the contrast needs some of both")
-    if run.model.blocks[0].bottleneck is None:
-        layers, indices = torch.tensor([layer]), torch.arange(run.config.d)[None]
-        weights = mean_stream(run, positive, layer) - mean_stream(run, negative, layer)
+    if source.name == "stream":
+        indices = torch.arange(source.m)[None]
+        weights = mean_stream(run, source, positive) - mean_stream(run, source, negative)
     else:
-        m = run.model.blocks[0].bottleneck.m
-        layers, difference = (torch.arange(run.config.layers),
-                              mean_features(run, positive) - mean_features(run, negative))
-        values, ids = difference.topk(min(k, 2 * m))  # (layers, k)
-        indices, weights = ids % m, values.clamp(min=0) * torch.where(ids < m, 1, -1)
-    vector = Vector(concept, weights_hash(run.model), layers, indices, F.normalize(weights, dim=1))
-    return fit(run, vector, positive, steps) if steps else vector
+        difference = mean_features(run, source, positive) - mean_features(run, source, negative)
+        values, ids = difference.topk(min(k, 2 * source.m))  # (layers, k)
+        indices, weights = ids % source.m, values.clamp(min=0) * torch.where(ids < source.m, 1, -1)
+    vector = Vector(concept, weights_hash(run.model), source.key, torch.tensor(sorted(source.layers)), indices,
+                    F.normalize(weights, dim=1))
+    return fit(run, source, vector, positive, steps) if steps else vector
 
 
-def fit(run, vector, texts, steps, rate=0.1):
+def fit(run, source, vector, texts, steps, rate=0.1):
     """The vector with weights that make the texts likely: `steps` of Adam from zero, on all texts in turn."""
     rows = list(batches(run, texts))
     weights = torch.zeros_like(vector.weights, requires_grad=True)
     optimizer = torch.optim.Adam([weights], rate)
     for step in range(steps):
         tokens, real = rows[step % len(rows)]
-        with steered(run.model, vector._replace(weights=weights), 1.0) as edit:
-            logits = run.model(tokens[:, :-1], edit=edit)
+        logits = run.model(tokens[:, :-1], **steered(source, vector._replace(weights=weights)))
         loss = F.cross_entropy(logits[real[:, 1:]].float(), tokens[:, 1:][real[:, 1:]])
         weights.grad, = torch.autograd.grad(loss, [weights])
         optimizer.step()

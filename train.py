@@ -17,7 +17,6 @@ import itertools
 import math
 import os
 import secrets
-import signal
 import time
 
 import tiktoken
@@ -30,7 +29,18 @@ import plot
 from checkpoint import Writer, checkpoint_path, copied, load, load_newest, load_weights, save, send
 from dpb import DeepParityBottleneck, update_moments
 from features import FeatureCounts
-from helpers import UserError, link_file, locked, progress, provenance, run_script, say, whole_file, write_json
+from helpers import (
+    UserError,
+    link_file,
+    locked,
+    progress,
+    provenance,
+    run_script,
+    say,
+    stop_signals,
+    whole_file,
+    write_json,
+)
 from model import GPT
 from optim import MuonAdam, schedule, split_parameters
 from ranks import agree, all_or_none, all_reduce, barrier, is_first_of_node, leave_ranks, start_ranks
@@ -384,24 +394,6 @@ def examine(run):
     if row["val_loss"] < run.best:
         run.best, run.best_step = row["val_loss"], run.step
     return row
-
-
-@contextlib.contextmanager
-def stop_signals():
-    """A list that SIGTERM and Ctrl-C add to: the loop looks at it after each step. A second Ctrl-C leaves at once."""
-    asked = []
-
-    def take_note(number, frame):
-        if number == signal.SIGINT and number in asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, take_note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # What a run leaves on disk

@@ -16,10 +16,11 @@ import toyworld
 from checkpoint import open_run, save
 from config import Config
 from dpb import Code, DeepParityBottleneck
-from features import open_index, parse_feature, read_codes
+from features import open_index, parse_feature
 from helpers import UserError
 from model import GPT
-from steer import Vector, contrast, generate, steered, toy_texts
+from sources import open_source, read_codes
+from steer import Vector, contrast, steered, steering_source, toy_texts
 from tokenizer import encode, load_tokenizer, pack_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -54,13 +55,26 @@ def run(folder):
 
 def some_vector(run, scale=3.0):
     """A vector of random features, for what does not depend on what they mean."""
-    rng = torch.Generator().manual_seed(0)
+    rng, source = torch.Generator().manual_seed(0), source_of(run)
     if run.config.bottleneck == "none":
         layers, indices = torch.tensor([1]), torch.arange(run.config.d)[None]
     else:
         layers, indices = torch.arange(2), torch.randint(0, 256, (2, 8), generator=rng)
     weights = scale * torch.randn(indices.shape, generator=rng)
-    return Vector("sea", features.weights_hash(run.model), layers, indices, weights)
+    return Vector("sea", features.weights_hash(run.model), source.key, layers, indices, weights)
+
+
+def source_of(run):
+    return steering_source(run, layer=1)
+
+
+def codes_of(run):
+    """Of the prompt, layer by layer."""
+    return read_codes(run.model, prompt(run), open_source(run)).values()
+
+
+def generate(run, tokens, count, alpha, **settings):
+    return run.model.generate(tokens, count, **steered(source_of(run), some_vector(run), alpha), **settings)
 
 
 def prompt(run, text="In 1436, a"):
@@ -112,7 +126,7 @@ def test_editing_one_coefficient_changes_the_output_by_what_the_decoder_says(run
 
 
 def test_steering_adds_to_an_active_feature_and_makes_active_one_that_is_not(run):
-    bottleneck, (code, _) = run.model.blocks[0].bottleneck, read_codes(run.model, prompt(run))
+    bottleneck, (code, _) = run.model.blocks[0].bottleneck, codes_of(run)
     active = code.indices[0, 2, 0].item()
     silent = next(i for i in range(bottleneck.m) if i not in code.indices[0, 2])
     vector = some_vector(run)._replace(indices=torch.tensor([[active, silent]] * 2),
@@ -129,22 +143,21 @@ def test_steering_adds_to_an_active_feature_and_makes_active_one_that_is_not(run
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_cached_and_recomputed_generation_give_the_same_tokens(any_run, alpha):
-    vector, tokens = some_vector(any_run), prompt(any_run).expand(3, -1)
-    cached, recomputed = (torch.stack(list(generate(any_run.model, tokens, 40, vector, alpha, seed=3, cached=cached)))
+    tokens = prompt(any_run).expand(3, -1)
+    cached, recomputed = (torch.stack(list(generate(any_run, tokens, 40, alpha, seed=3, cached=cached)))
                           for cached in (True, False))
     assert torch.equal(cached, recomputed)
 
 
 def test_steering_is_repeatable_by_seed_and_leaves_the_model_as_it_was(any_run):
     def tokens(alpha, seed):
-        return torch.cat(list(
-            generate(any_run.model, prompt(any_run), 20, some_vector(any_run), alpha, seed=seed))).tolist()
+        return torch.cat(list(generate(any_run, prompt(any_run), 20, alpha, seed=seed))).tolist()
 
     plain = torch.cat(list(any_run.model.generate(prompt(any_run), 20, seed=5))).tolist()
     steered_text = tokens(2.0, 5)
     assert steered_text == tokens(2.0, 5) != tokens(2.0, 6)
     assert plain == tokens(0.0, 5) != steered_text
-    steps = generate(any_run.model, prompt(any_run), 3, some_vector(any_run), 2.0)
+    steps = generate(any_run, prompt(any_run), 3, 2.0)
     next(steps)  # a steered text that is not finished does not steer another
     assert plain == torch.cat(list(any_run.model.generate(prompt(any_run), 20, seed=5))).tolist()
 
@@ -171,7 +184,7 @@ def test_columns_mark_the_words_of_the_concept():
 
 
 def test_the_parent_of_an_active_feature_is_active_and_a_generator_away(run):
-    bottleneck, (code, _) = run.model.blocks[0].bottleneck, read_codes(run.model, prompt(run))
+    bottleneck, (code, _) = run.model.blocks[0].bottleneck, codes_of(run)
     parents = features.find_parents(bottleneck, code)
     assert (parents[..., :4] == -1).all()
     steps = parents[..., 4:] ^ code.indices[..., 4:]
@@ -187,33 +200,33 @@ def test_the_index_finds_a_planted_feature(folder, tmp_path):
     with torch.no_grad():
         run.model.embedding.weight[int(token)] = 0
         run.model.embedding.weight[int(token), 9] = -50.0
-    index, tokens = open_index(run)
+    index, tokens = open_index(run, open_source(run))
     positions, coefs = index.firings(0, 9, -1)
     there = np.flatnonzero(tokens.read(0, index.tokens) == token)
     assert len(there) and set(there) <= set(positions.tolist())
     assert set(positions[(-coefs).argsort()[: len(there)]].tolist()) == set(there.tolist())
-    code = read_codes(run.model, tokens.windows([there[0] // 32], 32)[:, :-1])[0]
+    code = read_codes(run.model, tokens.windows([there[0] // 32], 32)[:, :-1], open_source(run))[0]
     at = (code.indices[0, there[0] % 32] == 9).nonzero()[0, 0]
     assert coefs[positions == there[0]] == pytest.approx(-code.coefs[0, there[0] % 32, at].item(), rel=1e-3)
     assert len(index.positions) == index.tokens * 10 * 2  # every active feature of every token and layer
-    changed = features.effect(run.model, tokens, 0, 9, positions[:4])
+    changed = features.effect(run.model, open_source(run), tokens, 0, 9, positions[:4])
     assert changed.abs().max() > 0 and abs(changed.sum().item()) < 1e-2
 
 
 def test_the_index_is_kept_and_made_anew_for_other_weights_or_when_damaged(folder, tmp_path):
     run, said = open_run(str(folder / "out" / "tiny"))._replace(path=str(tmp_path / "best.pt")), []
-    first, _ = open_index(run, most=512, say=said.append)
+    first, _ = open_index(run, open_source(run), most=512, say=said.append)
     assert first.tokens == 512 and "MB" in said[-1]
     said.clear()
-    again, _ = open_index(run, most=512, say=said.append)
+    again, _ = open_index(run, open_source(run), most=512, say=said.append)
     assert not said and np.array_equal(first.positions, again.positions)
     with torch.no_grad():
         run.model.blocks[0].mlp.up.weight[0, 0] += 1
-    open_index(run, most=512, say=said.append)
+    open_index(run, open_source(run), most=512, say=said.append)
     assert "another checkpoint" in said[0]
     said.clear()
     (tmp_path / "features.npz").write_bytes((tmp_path / "features.npz").read_bytes()[:5000])
-    open_index(run, most=512, say=said.append)
+    open_index(run, open_source(run), most=512, say=said.append)
     assert "damaged" in said[0] and os.listdir(tmp_path) == ["features.npz"]
 
 
@@ -232,12 +245,13 @@ def test_looking_at_features_prints_them(folder, capsys):
 
 def test_steering_raises_the_likelihood_of_its_texts(any_run):
     positive, negative = toy_texts("sea", n=16)
-    vector = contrast(any_run, "sea", positive, negative, k=16, steps=40)
+    source = steering_source(any_run)
+    vector = contrast(any_run, source, "sea", positive, negative, k=16, steps=40)
 
     def loss(alpha):
-        with steered(any_run.model, vector, alpha) as edit, torch.no_grad():
+        with torch.no_grad():
             tokens, real = next(steer.batches(any_run, positive))
-            logits = any_run.model(tokens[:, :-1], edit=edit)[real[:, 1:]]
+            logits = any_run.model(tokens[:, :-1], **steered(source, vector, alpha))[real[:, 1:]]
             return torch.nn.functional.cross_entropy(logits, tokens[:, 1:][real[:, 1:]]).item()
 
     assert loss(1.0) < loss(0.0) - 0.01
@@ -245,8 +259,9 @@ def test_steering_raises_the_likelihood_of_its_texts(any_run):
 
 def test_without_fitting_the_weights_are_the_largest_differences(run):
     texts = toy_texts("sea", n=8)
-    vector = contrast(run, "sea", *texts, k=5, steps=0)
-    difference = steer.mean_features(run, texts[0]) - steer.mean_features(run, texts[1])
+    source = open_source(run)
+    vector = contrast(run, source, "sea", *texts, k=5, steps=0)
+    difference = steer.mean_features(run, source, texts[0]) - steer.mean_features(run, source, texts[1])
     for layer in range(2):
         ids = difference[layer].argsort(descending=True)[:5]
         assert set(vector.indices[layer].tolist()) == set((ids % 256).tolist())
@@ -278,11 +293,13 @@ def test_perplexity_is_that_of_the_loss(run):
 def test_a_vector_survives_a_file_and_is_refused_by_another_model(any_run, folder, tmp_path):
     vector, path = some_vector(any_run), str(tmp_path / "sea.npz")
     vector.save(path)
-    again = Vector.load(path, any_run.model)
-    assert again.concept == "sea" and all(torch.equal(a, b) for a, b in zip(vector[2:], again[2:]))
+    again = Vector.load(path, any_run.model, source_of(any_run))
+    assert again.concept == "sea" and all(torch.equal(a, b) for a, b in zip(vector[3:], again[3:]))
     other = open_run(str(folder / "out" / ("tiny_topk" if any_run.config.bottleneck == "parity" else "tiny")))
     with pytest.raises(UserError, match="another model"):
-        Vector.load(path, other.model)
+        Vector.load(path, other.model, source_of(other))
+    with pytest.raises(UserError, match="of the source"):
+        Vector.load(path, any_run.model, open_source(any_run, "neurons"))
 
 
 def test_a_sweep_and_a_demonstration(folder, capsys, tmp_path):
@@ -303,14 +320,17 @@ def test_five_lines_of_library(folder, monkeypatch):
     from functools import partial
 
     from checkpoint import open_run
-    from features import prompt_tokens, read_codes
+    from features import prompt_tokens
+    from sources import open_source, read_codes
     from steer import add_features, contrast, text_of, toy_texts
 
     run = open_run("out/tiny")
-    codes = read_codes(run.model, prompt_tokens(run, "The pirate sailed the naval ship."))  # a Code a layer, (1, T, K)
-    vector = contrast(run, "sea", *toy_texts("sea"))                                        # features, with weights
-    edit = partial(add_features, vector, 1.0)                                               # any f(layer, code) -> code
-    print(text_of(run.encoding, list(run.model.generate(prompt_tokens(run, "In 1436, a"), 100, edit=edit))))
+    source = open_source(run)                                  # its own features; "hash", "neurons", "topk", a folder
+    codes = read_codes(run.model, prompt_tokens(run, "The pirate sailed the naval ship."), source)  # {layer: Code}
+    vector = contrast(run, source, "sea", *toy_texts("sea"))   # features, with weights
+    edit = partial(add_features, vector, 1.0)                  # any f(layer, code) -> code
+    tokens = run.model.generate(prompt_tokens(run, "In 1436, a"), 100, **source.edited(edit))
+    print(text_of(run.encoding, list(tokens)))
     assert len(codes) == 2 and codes[0].coefs.shape == (1, 8, 10) and vector.indices.shape == (2, 256)
 
 
@@ -351,7 +371,7 @@ def test_dense_models_have_no_features_and_other_texts_no_concepts(folder, capsy
     monkeypatch.chdir(folder)
     for look in (["--features"], ["--feature", "0:1"]):
         assert "dense" in refuses(capsys, "out/tiny_gpt", *look)
-    assert parse_feature("1:200-", run.model) == (1, 200, -1)
+    assert parse_feature("1:200-", open_source(run)) == (1, 200, -1)
     monkeypatch.setattr(toyworld, "TOKEN_PATTERN", "another")
     assert "--positive FILE --negative FILE" in refuses(capsys, "out/tiny", "--steer", "sea")
     assert "toy world" in refuses(capsys, "out/tiny", "--steer-eval")
@@ -368,8 +388,8 @@ def test_a_vector_from_a_file_steers_only_under_its_own_name(folder, tmp_path, m
     path, used = str(tmp_path / "v.npz"), []
     some_vector(run).save(path)
     monkeypatch.setattr(sample, "open_run", lambda *arguments: run)
-    monkeypatch.setattr(sample, "make_vector", lambda run, concept, options: Vector(concept, "", None, None, None))
-    monkeypatch.setattr(sample, "write_sample", lambda run, prompt, options, seed, vector, alpha: used.append(
+    monkeypatch.setattr(sample, "make_vector", lambda run, source, concept, options: Vector(concept, *[None] * 5))
+    monkeypatch.setattr(sample, "write_sample", lambda run, prompt, options, seed, source, vector, alpha: used.append(
         (vector and vector.concept, alpha)))
     lines = iter(["one", "/steer war 2", "two", "/steer", "three", "/steer sea nan", "/alpha inf", "four", "/quit"])
     shown = []
@@ -384,7 +404,7 @@ def test_every_bit_of_a_vectors_file_is_checked(run, tmp_path):
     path, kept = str(tmp_path / "v.npz"), some_vector(run)
     kept.save(path)
     raw = open(path, "rb").read()
-    assert Vector.load(path, run.model).concept == "sea"
+    assert Vector.load(path, run.model, source_of(run)).concept == "sea"
     rng = np.random.default_rng(0)
     for bit in rng.choice(8 * len(raw), 300, replace=False):
         damaged = bytearray(raw)
@@ -392,7 +412,7 @@ def test_every_bit_of_a_vectors_file_is_checked(run, tmp_path):
         with open(path, "wb") as file:
             file.write(damaged)
         try:
-            found = Vector.load(path, run.model)
+            found = Vector.load(path, run.model, source_of(run))
             assert found.concept == "sea" and torch.equal(found.weights, kept.weights), bit  # a date, say
         except UserError as error:
             assert "missing, damaged, or no vector" in str(error)

@@ -1,0 +1,525 @@
+"""Train sparse autoencoders on the activations of a run, and say how good they are.
+
+    python sae.py out/tiny_gpt                                             topk, before the MLP of every layer
+    python sae.py out/tiny_gpt --variant all --layers 0,2                  topk, batchtopk, jumprelu, matryoshka
+    python sae.py out/tiny_gpt --report --against out/tiny                 the table and the picture of all there are
+    python sae.py out/tiny_gpt/sae/topk-mlp_in-0 --export saelens:FOLDER   or dictionary_learning, sparsify
+    python sae.py out/tiny_gpt --import FOLDER --layers 2                  an SAE of one of these, of this run's layer 2
+    torchrun --nproc_per_node=8 sae.py out/gpt_small --variant all
+
+Results go to RUN/sae/VARIANT-SITE-LAYER (sae_files.py), and are sources of features for whatever looks at features:
+`python sample.py out/tiny_gpt --feature 0:12+ --source topk`. The losses are in autoencoder.py.
+
+All layers and variants are trained side by side on one pass over the model. A buffer holds the activations of a block
+of windows, and each of the steps that it lasts takes an equal share of every window's tokens, in random order. What a
+step sees is a function of the seed and the step alone, on any number of ranks: the same command again continues an
+interrupted training, on a CPU bit for bit.
+"""
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import time
+
+import numpy as np
+import torch
+
+from autoencoder import SAE, VARIANTS, geometric_median
+from checkpoint import Run, load_file, open_run, save, weights_hash
+from data import Tokens
+from helpers import (
+    UserError,
+    bootstrap,
+    locked,
+    progress,
+    provenance,
+    run_script,
+    say,
+    stop_signals,
+    suggest,
+    whole_number,
+    within,
+    write_json,
+)
+from model import PATCH_SITES
+from optim import schedule
+from ranks import all_or_none, all_reduce, leave_ranks, start_ranks
+from sae_files import FORMATS, export_sae, import_sae, is_sae, load_sae, save_sae, variant_folder
+from score import Request, Scorer
+from sources import check_sae, open_source, read_activations
+from toyworld import is_toy
+
+LONG = 20_000   # steps of the paper's trainings; a shorter one has as much shorter warm-ups and averages
+PASS = 2 ** 14  # tokens of a forward pass
+
+
+def default_rate(variant, m, steps):
+    """Of Adam. The thresholds of a jumprelu have a way to go, which a short training must go faster."""
+    return min(1e-3, 7e-5 * max(1, LONG / steps)) if variant == "jumprelu" else 2e-4 / math.sqrt(m / 2 ** 14)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All that a training depends on but the model, the data, the site and the layer."""
+    variant: str
+    m: int
+    k: int
+    steps: int
+    batch_tokens: int
+    lr: float
+    seed: int
+    step_on: str       # jumprelu: where L0 has its gradient, "f" or "z"
+    divided: bool      # matryoshka: the loss by the square of the number of prefixes
+
+    def share(self, steps):
+        """So many steps of a training of LONG ones, scaled to this one."""
+        return max(1, round(steps * min(1, self.steps / LONG)))
+
+    def dead_after(self):
+        """Tokens without firing that make a feature dead: 10 million, or an eighth of a shorter training."""
+        return min(10 ** 7, self.steps * self.batch_tokens // 8)
+
+
+class Training:
+    """An SAE that is being trained."""
+
+    def __init__(self, settings, d, layer, folder, device):
+        self.settings, self.layer, self.folder, self.step, self.scale = settings, layer, folder, 0, None
+        self.sae = SAE(settings.variant, d, settings.m, settings.k, seed=settings.seed).to(device)
+        betas = (0.0, 0.999) if settings.variant == "jumprelu" else (0.9, 0.999)
+        self.optimizer = torch.optim.Adam(self.sae.parameters(), settings.lr, betas, fused=True)
+        self.seen = torch.zeros(4, dtype=torch.float64, device=device)  # error, variance, L0, steps since the last word
+
+    def update(self, x):
+        """One step on activations x (N, d), as they are."""
+        sae, settings = self.sae, self.settings
+        if self.scale is None:  # the first step
+            self.scale = all_reduce(torch.stack([x.square().sum(), x.new_tensor(float(len(x)))])).tolist()
+            self.scale = math.sqrt(self.scale[0] / self.scale[1]) or 1.0
+            if settings.variant != "jumprelu":
+                with torch.no_grad():
+                    sae.b_dec.copy_(geometric_median(x / self.scale))
+        x = x / self.scale
+        loss, error, l0 = sae.loss(x, settings.dead_after(), min(1, self.step / settings.share(2000)),
+                                   1 - 1 / settings.share(1000), settings.step_on, settings.divided)
+        loss.backward()
+        average_gradients(sae)
+        sae.constrain_gradient()
+        rate = schedule(self.step, settings.steps, settings.share(1000), 0.2)
+        self.optimizer.param_groups[0]["lr"] = settings.lr * rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        sae.constrain_weights()
+        self.step += 1
+        self.seen += torch.stack([error, (x - x.mean(0)).square().sum(1).mean(), l0, torch.ones_like(error)])
+
+    def word(self):
+        """(FVU, L0, dead share) since the last word."""
+        error, variance, l0, steps = all_reduce(self.seen.clone()).tolist()
+        self.seen.zero_()
+        dead = (self.sae.unfired >= self.settings.dead_after()).float().mean().item()
+        return error / max(variance, 1e-30), l0 / max(1, steps), dead
+
+    def path(self):
+        return os.path.join(self.folder, "ckpt.pt")
+
+    def save(self, model):
+        os.makedirs(self.folder, exist_ok=True)
+        save(self.path(), {"settings": dataclasses.asdict(self.settings), "of": model, "step": self.step,
+                           "scale": self.scale, "sae": self.sae.state_dict(), "unfired": self.sae.unfired,
+                           "optimizer": self.optimizer.state_dict()})
+
+    def load(self, model):
+        content = load_file(self.path())
+        try:
+            check_settings(self.folder, self.settings, content["settings"], content["of"], model)
+            self.sae.load_state_dict(content["sae"])
+            self.sae.unfired.copy_(content["unfired"])
+            self.optimizer.load_state_dict(content["optimizer"])
+            self.step, self.scale = content["step"], content["scale"]
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise UserError(f"{self.path()} is no checkpoint of sae.py: start over with --fresh") from error
+
+
+def average_gradients(sae):
+    """Over the ranks."""
+    if torch.distributed.is_initialized():
+        grads = [weight.grad for weight in sae.parameters()]
+        flat = all_reduce(torch.cat([grad.flatten() for grad in grads])) / torch.distributed.get_world_size()
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+            grad.copy_(part.view_as(grad))
+
+
+def check_settings(folder, settings, saved, of, model):
+    changed = [f"{key} (was {saved.get(key)}, now {value})" for key, value in dataclasses.asdict(settings).items()
+               if saved.get(key) != value]
+    if of != model:
+        changed.insert(0, "the model's weights")
+    if changed:
+        raise UserError(f"{folder} holds an SAE with other settings: {', '.join(changed)}. Give those it has, or start "
+                        "over with --fresh")
+
+
+class Activations:
+    """The activations of a site at some layers, step by step: batch(step) -> {layer: (N, d)}, this rank's."""
+
+    def __init__(self, run, tokens, site, layers, batch_tokens, seed, rank, ranks):
+        self.run, self.tokens, self.site, self.layers, self.seed = run, tokens, site, layers, seed
+        self.rank, self.ranks, self.number, context = rank, ranks, None, run.config.context
+        self.span = math.gcd(context, 16)        # steps that a buffer lasts
+        self.share = context // self.span        # tokens of a window in each of them
+        self.windows, left = divmod(batch_tokens, self.share)
+        if left or not self.windows or self.windows % ranks:
+            raise UserError(f"--batch-tokens {batch_tokens:,} cannot be shared out evenly: choose a multiple of "
+                            f"{self.share * ranks}")
+        tokens.count(context)  # at least one window, or a sentence
+
+    def fill(self, number):
+        """The buffer of this number: the activations of its windows, (windows of this rank, context, d) a layer."""
+        config, device = self.run.config, self.run.model.embedding.weight.device
+        rows = self.tokens.batch(self.seed, number, self.windows, config.context, self.rank, self.ranks)[:, :-1]
+        found = {layer: [] for layer in self.layers}
+        for part in rows.split(max(1, PASS // config.context)):
+            with autocast(device):
+                read = read_activations(self.run.model, part.to(device), self.site, self.layers)
+            for layer, x in read.items():
+                found[layer].append(x.float())
+        self.number, self.found = number, {layer: torch.cat(parts) for layer, parts in found.items()}
+        rng = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        order = torch.rand(self.windows, config.context, generator=rng).argsort(1)
+        own = self.windows // self.ranks
+        self.order = order[self.rank * own : (self.rank + 1) * own].to(device)
+
+    def batch(self, step):
+        number, turn = divmod(step, self.span)
+        if number != self.number:
+            self.fill(number)
+        at = self.order[:, turn * self.share : (turn + 1) * self.share, None]  # (windows, share, 1)
+        return {layer: x.gather(1, at.expand(-1, -1, x.shape[2])).flatten(0, 1) for layer, x in self.found.items()}
+
+
+def autocast(device):
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+# The training
+
+
+def train(run, model, trainings, options, rank, ranks):
+    """Train all of them to the end, which gives True, or until a signal asks to stop."""
+    layers = sorted({training.layer for training in trainings})
+    first, steps = min(training.step for training in trainings), options.steps
+    tokens = open_tokens(run, "train")
+    source = Activations(run, tokens, options.site, layers, options.batch_tokens, options.seed, rank, ranks)
+    say(f"{len(trainings)} SAEs of {options.width:,} features, {options.k} active, at {options.site} of "
+        f"{len(layers)} layer(s) of {run.path}: {steps:,} steps of {options.batch_tokens:,} tokens"
+        + (f", continuing from step {first:,}" if first else ""))
+    began = saved = time.monotonic()
+    cost = 0.0  # seconds that the last saving took
+    with stop_signals() as asked:
+        for step in range(first, steps):
+            x = source.batch(step)
+            for training in trainings:
+                if training.step == step:
+                    training.update(x[training.layer])
+            left = int((time.monotonic() - began) / (step + 1 - first) * (steps - step - 1))
+            progress(f"step {step + 1}/{steps}  {left // 60}:{left % 60:02d} left")
+            if (step + 1) % max(1, steps // 10) == 0 or step + 1 == steps:
+                tell(step + 1, trainings, left)
+            leave = all_reduce(torch.tensor(len(asked), device=run.model.embedding.weight.device)) > 0
+            if leave or rank == 0 and time.monotonic() - saved > max(30, 20 * cost):  # saving takes at most 5%
+                with all_or_none() if leave else contextlib.nullcontext():
+                    start = time.monotonic()
+                    if rank == 0:
+                        for training in trainings:
+                            training.save(model)
+                    saved = time.monotonic()
+                    cost = saved - start
+            if leave and step + 1 < steps:
+                return False
+    return True
+
+
+def tell(step, trainings, left):
+    """A line for each variant, with a figure a layer."""
+    say(f"step {step:,}, {left // 60}:{left % 60:02d} left")
+    for variant in dict.fromkeys(training.settings.variant for training in trainings):
+        words = [training.word() for training in trainings if training.settings.variant == variant]
+        fvu, l0, dead = zip(*words)
+        say(f"  {variant:<11} FVU {' '.join(f'{value:.3f}' for value in fvu)}   L0 "
+            f"{' '.join(f'{value:.1f}' for value in l0)}   dead {' '.join(f'{value:.1%}' for value in dead)}")
+
+
+def open_tokens(run, split):
+    tokens = Tokens(run.config.data, split, verify=False)
+    if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
+        raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
+    return tokens
+
+
+def prepare(run, model, options, device):
+    """The trainings that are left to do, each where it was."""
+    trainings = []
+    for variant in options.variant:
+        lr = options.lr or default_rate(variant, options.width, options.steps)
+        settings = Settings(variant, options.width, options.k, options.steps, options.batch_tokens, lr, options.seed,
+                            options.step_on, options.divided)
+        for layer in options.layers:
+            folder = variant_folder(os.path.dirname(run.path), variant, options.site, layer)
+            training = Training(settings, run.config.d, layer, folder, device)
+            if options.fresh:
+                pass
+            elif is_sae(folder):
+                _, about = load_sae(folder)
+                check_settings(folder, settings, about.get("settings") or {}, about.get("model"), model)
+                say(f"{folder} is finished. --fresh starts over")
+                continue
+            elif os.path.exists(training.path()):
+                training.load(model)
+            trainings.append(training)
+    return trainings
+
+
+def finish(run, model, training, options, tokens):
+    """The SAE of the activations as they are, with all that is known of it."""
+    training.sae.scale(training.scale)
+    about = {"run": os.path.dirname(run.path), "model": model, "site": options.site, "layer": training.layer,
+             "settings": dataclasses.asdict(training.settings), "tokens": tokens.identity(), **provenance()}
+    save_sae(training.folder, training.sae, about)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(training.path())
+
+
+# How good they are
+
+
+def measure(run, source, requests, base):
+    """A row for each layer of a source: see `report`. base: log-probability of each window, as the model is."""
+    context, model = run.config.context, run.model
+    scorer = Scorer(model, context, PASS)
+    count, layers = len(requests), sorted(source.layers)
+    sums = {layer: np.zeros((count, 3)) for layer in layers}   # of each window: |x - x_hat|^2, |x|^2, active features
+    means = {layer: np.zeros((count, run.config.d)) for layer in layers}
+    fired = {layer: torch.zeros(source.m, dtype=torch.bool) for layer in layers}
+    step = max(1, PASS // context)
+    for start in range(0, count, step):
+        windows = np.stack([request.tokens[:-1] for request in requests[start : start + step]]).astype(np.int64)
+        own = slice(start, start + len(windows))
+        rows = torch.from_numpy(windows).to(scorer.device)
+        for layer, x in read_activations(model, rows, source.site, layers).items():
+            x, part = x.float(), source.layers[layer]
+            with torch.no_grad():
+                code = part.encode(x)
+                error = (x - part.decode(code, like=x).float()).double().square().sum((1, 2))
+            on = code.coefs != 0
+            sums[layer][own] = torch.stack([error, x.double().square().sum((1, 2)), on.sum((1, 2))], 1).cpu()
+            means[layer][own] = x.double().sum(1).cpu()
+            fired[layer][code.indices[on].cpu()] = True
+    rows = []
+    for layer in layers:
+        only = source._replace(layers={layer: source.layers[layer]})
+        spliced = scorer.score(requests, f"{source.name} {layer}", **only.spliced())[0]
+        nothing = scorer.score(requests, f"{source.name} {layer}",
+                               **only.patched(lambda layer, x: torch.zeros_like(x)))[0]
+        error, square, active = sums[layer].T
+        mean = means[layer].sum(0) / (count * context)
+        variance = square - 2 * means[layer] @ mean + context * mean @ mean
+        rows.append({"source": source.name, "site": source.site, "layer": layer, "features": source.m,
+                     "tokens": count * context, "fvu": bootstrap(error, variance),
+                     "l0": float(active.sum() / (count * context)), "dead": 1 - fired[layer].float().mean().item(),
+                     "loss": -base.mean() / context, "loss_spliced": -spliced.mean() / context,
+                     "loss_zero": -nothing.mean() / context, "recovered": bootstrap(spliced - nothing, base - nothing)})
+    return rows
+
+
+def report(runs, options):
+    """The table of every SAE of the runs at a site, of their own features, and of the controls.
+
+    FVU is |x - x_hat|^2 / |x - mean x|^2; a feature is dead that fired on none of the tokens; the model's loss with
+    x_hat in place of x at one layer, and with 0, say which part of the difference that x makes is recovered.
+    """
+    table = []
+    for run in runs:
+        tokens, context = open_tokens(run, "val"), run.config.context
+        count = min(tokens.count(context), max(1, options.eval_tokens // context))
+        requests = [Request(tokens.read(i * context, (i + 1) * context + 1), context) for i in range(count)]
+        base = Scorer(run.model, context, PASS).score(requests, "as it is")[0]
+        for source in all_sources(run, options.site):
+            rows = measure(run, source, requests, base)
+            for row in rows:
+                row["run"] = os.path.basename(os.path.dirname(os.path.abspath(run.path)))
+                row["model"] = weights_hash(run.model)
+            print_rows(rows, first=not table)
+            table += rows
+    folder = os.path.join(os.path.dirname(runs[0].path), "sae")
+    os.makedirs(folder, exist_ok=True)
+    write_json(os.path.join(folder, f"report-{options.site}.json"), {"rows": table, **provenance()}, indent=1)
+    picture = os.path.join(folder, f"explained-{options.site}.png")
+    draw(table, picture)
+    say(f"written to {folder}: report-{options.site}.json, explained-{options.site}.png")
+
+
+def all_sources(run, site):
+    """The sources of a run at a site: its own features, its SAEs, the controls."""
+    home = os.path.dirname(run.path)
+    if run.config.bottleneck != "none" and site == "mlp_in" and run.config.site == "mlp":
+        yield open_source(run, "own")
+    for variant in VARIANTS:
+        if any(is_sae(variant_folder(home, variant, site, layer)) for layer in range(run.config.layers)):
+            yield open_source(run, variant, site)
+    yield open_source(run, "hash", site)
+    yield open_source(run, "neurons", site)
+
+
+def print_rows(rows, first):
+    if first:
+        say(f"{rows[0]['tokens']:,} tokens of the validation split; [95% of bootstrap draws over windows]")
+        say(f"{'run':<12}{'source':<20}{'layer':>5}{'features':>10}{'FVU':>24}{'L0':>8}{'dead':>8}"
+            f"{'loss recovered':>26}{'loss: as it is, x_hat, 0':>28}")
+    for row in rows:
+        fvu, recovered = ("{:.4f} [{:.4f}, {:.4f}]".format(*row[key]) for key in ("fvu", "recovered"))
+        losses = f"{row['loss']:.4f} {row['loss_spliced']:.4f} {row['loss_zero']:.4f}"
+        say(f"{row['run']:<12}{row['source']:<20}{row['layer']:>5}{row['features']:>10,}{fvu:>24}{row['l0']:>8.1f}"
+            f"{row['dead']:>8.1%}{recovered:>26}{losses:>28}")
+
+
+def draw(table, path):
+    """Explained variance by layer, a line for each source of each run; the controls are grey."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for run, source in dict.fromkeys((row["run"], row["source"]) for row in table):
+        rows = [row for row in table if (row["run"], row["source"]) == (run, source)]
+        value, low, high = (1 - np.array([row["fvu"] for row in rows])).T
+        control = source.startswith(("hash", "neurons"))
+        axes.errorbar([row["layer"] for row in rows], value, (value - high, low - value), marker="o", markersize=4,
+                      capsize=3, label=f"{run}: {source}", color="0.6" if control else None,
+                      linestyle=("--" if source.startswith("hash") else ":") if control else "-")
+    axes.set(xlabel="layer", ylabel="explained variance", ylim=(min(0, axes.get_ylim()[0]), 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# The command line
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(prog="sae.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
+    parser.add_argument("run", help="a run's folder or checkpoint; for --export the folder of an SAE")
+    parser.add_argument("--variant", default="topk", metavar="A,B", help=f"some of {','.join(VARIANTS)}, or all (topk)")
+    parser.add_argument("--site", default="mlp_in", help=f"one of {', '.join(PATCH_SITES)} (mlp_in)")
+    parser.add_argument("--layers", default="all", metavar="0,1", help="some layers, or all (all)")
+    parser.add_argument("--width", type=whole_number, metavar="M", help="features (as many as the run's config says)")
+    parser.add_argument("--k", type=whole_number, metavar="K", help="active features (likewise)")
+    parser.add_argument("--steps", type=whole_number, metavar="N", help="steps (20,000; toy world 1,500)")
+    parser.add_argument("--batch-tokens", type=whole_number, metavar="N",
+                        help="tokens of a step, over all ranks (4,096; toy world 1,024)")
+    parser.add_argument("--lr", type=within(float, 0, 1, open_low=True), metavar="R",
+                        help="peak rate of Adam (2e-4 / sqrt(M / 2^14); jumprelu 7e-5, more if it is short)")
+    parser.add_argument("--seed", type=within(int, 0, 2 ** 31), default=0, metavar="N",
+                        help="of the first weights and the order of the data (0)")
+    parser.add_argument("--step-on", choices=("f", "z"), default="f",
+                        help="jumprelu: where L0 has its gradient, as in dictionary_learning or in SAELens (f)")
+    parser.add_argument("--divided", action="store_true",
+                        help="matryoshka: the loss by the square of the number of prefixes, as in dictionary_learning")
+    parser.add_argument("--fresh", action="store_true", help="start over, even if there are such SAEs")
+    parser.add_argument("--eval-tokens", type=whole_number, default=2 ** 15, metavar="N",
+                        help="validation tokens of the report (32768)")
+    parser.add_argument("--report", action="store_true", help="train nothing: the table and the picture only")
+    parser.add_argument("--against", nargs="+", default=[], metavar="RUN", help="other runs to put into the report")
+    parser.add_argument("--export", metavar="FORMAT:FOLDER", help=f"write an SAE for {', '.join(FORMATS)}")
+    parser.add_argument("--import", dest="bring", metavar="FOLDER", help="take an SAE of one of these as this run's")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    return parser.parse_args(arguments)
+
+
+def complete(options, run: Run):
+    """Check what was asked for, and fill in what follows from the run."""
+    config = run.config
+    variants = VARIANTS if options.variant == "all" else tuple(dict.fromkeys(options.variant.split(",")))
+    for variant in variants:
+        if variant not in VARIANTS:
+            raise UserError(f"there is no variant {variant!r}{suggest(variant, VARIANTS)}")
+    if options.site not in PATCH_SITES:
+        raise UserError(f"there is no site {options.site!r}{suggest(options.site, PATCH_SITES)}")
+    every = [str(layer) for layer in range(config.layers)]
+    layers = every if options.layers == "all" else list(dict.fromkeys(options.layers.split(",")))
+    wrong = [layer for layer in layers if layer not in every]
+    if wrong:
+        raise UserError(f"there is no layer {wrong[0]!r}: this model has the layers 0 to {config.layers - 1}")
+    options.variant, options.layers = variants, sorted(map(int, layers))
+    options.width = options.width or 2 ** config.bits[-1]
+    options.k = options.k or min(sum(config.active), options.width)
+    if options.k > options.width:
+        raise UserError(f"--k {options.k:,} features cannot be active out of --width {options.width:,}: take fewer")
+    if "matryoshka" in variants and options.width < 32:
+        raise UserError(f"--width {options.width} is too small for the groups of matryoshka: take at least 32")
+    toy = is_toy(run.encoding)
+    options.steps = options.steps or (1500 if toy else LONG)
+    options.batch_tokens = options.batch_tokens or (1024 if toy else 4096)
+
+
+def bring(run, options):
+    if len(options.layers) != 1:
+        raise UserError("an imported SAE is of one layer: say which, --layers N")
+    sae = import_sae(options.bring)
+    folder = variant_folder(os.path.dirname(run.path), sae.variant, options.site, options.layers[0])
+    if is_sae(folder) and not options.fresh:
+        raise UserError(f"{folder} holds an SAE already: --fresh replaces it")
+    about = {"run": os.path.dirname(run.path), "model": weights_hash(run.model), "site": options.site,
+             "layer": options.layers[0], "imported": options.bring, **provenance()}
+    check_sae(run, options.bring, sae, about)
+    save_sae(folder, sae, about)
+    say(f"wrote {folder}; it is taken at its word that it is of this model: --report says how well it fits")
+
+
+def work(options):
+    if options.export:
+        form, _, folder = options.export.partition(":")
+        if not folder:
+            raise UserError(f"--export {options.export} has no folder: write --export saelens:FOLDER")
+        export_sae(*load_sae(options.run), form, folder)
+        return say(f"wrote {folder}")
+    rank, ranks, device = start_ranks(options.device)
+    run = open_run(options.run, device)
+    run.model.requires_grad_(False)
+    others = [open_run(other, device) for other in options.against]
+    complete(options, run)
+    if options.bring:
+        return bring(run, options) if rank == 0 else None
+    if not options.report:
+        model = weights_hash(run.model)
+        with contextlib.ExitStack() as held:
+            with all_or_none():
+                if rank == 0:
+                    held.enter_context(locked(os.path.join(os.path.dirname(run.path), "sae")))
+            with all_or_none():
+                trainings = prepare(run, model, options, device)
+            if trainings and not train(run, model, trainings, options, rank, ranks):
+                return say("stopped, saved: the same command goes on from there")
+            with all_or_none():
+                if rank == 0 and trainings:
+                    tokens = open_tokens(run, "train")
+                    for training in trainings:
+                        finish(run, model, training, options, tokens)
+    if rank == 0:
+        leave_ranks()  # what is left is one process's work
+        report([run, *others], options)
+
+
+def main(arguments):
+    try:
+        work(parse(arguments))
+    finally:
+        leave_ranks()
+
+
+if __name__ == "__main__":
+    run_script(main, "left at once; the same command goes on from the last checkpoint")
