@@ -345,12 +345,12 @@ def report(runs, options):
         count = min(tokens.count(context), max(1, options.eval_tokens // context))
         requests = [Request(tokens.read(i * context, (i + 1) * context + 1), context) for i in range(count)]
         base = Scorer(run.model, context, PASS).score(requests, "as it is")[0]
-        for source in all_sources(run, options.site):
+        for number, source in enumerate(all_sources(run, options.site)):
             rows = measure(run, source, requests, base)
             for row in rows:
                 row["run"] = os.path.basename(os.path.dirname(os.path.abspath(run.path)))
                 row["model"] = weights_hash(run.model)
-            print_rows(rows, first=not table)
+            print_rows(run, rows, first=number == 0)
             table += rows
     folder = os.path.join(os.path.dirname(runs[0].path), "sae")
     os.makedirs(folder, exist_ok=True)
@@ -372,16 +372,16 @@ def all_sources(run, site):
     yield open_source(run, "neurons", site)
 
 
-def print_rows(rows, first):
+def print_rows(run, rows, first):
     if first:
-        say(f"{rows[0]['tokens']:,} tokens of the validation split; [95% of bootstrap draws over windows]")
-        say(f"{'run':<12}{'source':<20}{'layer':>5}{'features':>10}{'FVU':>24}{'L0':>8}{'dead':>8}"
-            f"{'loss recovered':>26}{'loss: as it is, x_hat, 0':>28}")
+        say(f"{run.path}: {rows[0]['tokens']:,} tokens of the validation split, loss {rows[0]['loss']:.4f}; "
+            "in brackets 95% of bootstrap draws over windows")
+        say(f"{'source':<20}{'layer':>6}{'FVU':>25}{'L0':>8}{'dead':>8}{'loss recovered':>26}{'with x_hat':>12}"
+            f"{'with 0':>9}")
     for row in rows:
         fvu, recovered = ("{:.4f} [{:.4f}, {:.4f}]".format(*row[key]) for key in ("fvu", "recovered"))
-        losses = f"{row['loss']:.4f} {row['loss_spliced']:.4f} {row['loss_zero']:.4f}"
-        say(f"{row['run']:<12}{row['source']:<20}{row['layer']:>5}{row['features']:>10,}{fvu:>24}{row['l0']:>8.1f}"
-            f"{row['dead']:>8.1%}{recovered:>26}{losses:>28}")
+        say(f"{row['source']:<20}{row['layer']:>6}{fvu:>25}{row['l0']:>8.1f}{row['dead']:>8.1%}{recovered:>26}"
+            f"{row['loss_spliced']:>12.4f}{row['loss_zero']:>9.4f}")
 
 
 def draw(table, path):

@@ -400,7 +400,7 @@ def main(arguments):
         print(f"{run.path}, steered to speak of cars (python sample.py --help tells what else there is)\n")
     options.alpha = 1.0 if options.alpha is None else options.alpha
     if options.feature or options.features:
-        source = open_source(run, options.source or "own", options.site)
+        source = open_source(run, "own" if options.source is None else options.source, options.site)
         return show_feature(run, source, options.feature, options) if options.feature else \
             show_features(run, source, prompt, options.top)
     source = steering_source(run, options.source, options.site, options.layer)

@@ -71,7 +71,7 @@ def steering_source(run, name=None, site="mlp_in", layer=0):
     if name is None and run.config.bottleneck == "none":
         d = run.config.d
         return Source("stream", f"stream {layer}", "block_out", d, {layer: Neurons(d, d)})
-    return open_source(run, name or "own", site)
+    return open_source(run, "own" if name is None else name, site)
 
 
 def add_features(vector, alpha, layer, code):

@@ -50,7 +50,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,eval,data,plot,ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
+0 {train,sample,eval,sae,data,plot,ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
 1 train.py small.py --out=new --vocab_size=1e7 --d=32768 --heads=1 --bottleneck=none
@@ -91,6 +91,25 @@ COMMANDS = r"""
 1 sample.py pickle.pt --prompt The  # never weights_only
 1 sample.py out/run --vector {out/run/features.npz,foreign.npz,best.pt,data,/proc/self/mem}
 1 sample.py out/dense --features --prompt The
+1 sample.py out/run --features --prompt The --source {nowhere,topk,jumprelu,data,{byte},{long},''}
+1 sample.py out/{run,dense} --features --prompt The --source out/dense/sae/topk-mlp_in-{7,} --site mlp_out
+1 sample.py out/run --feature 0:3+ --source out/dense/sae/topk-mlp_in-0  # says other weights
+0 sample.py out/{run,dense} --features --prompt The --source {hash,neurons} --site {mlp_in,block_out}
+1 sample.py out/run --features --prompt The --source hash --site {mlp,{byte},''}
+0 sample.py out/dense --feature 0:3+ --source {topk,out/dense/sae/topk-mlp_in-0,neurons}
+1 sample.py out/dense --feature {0:256+,2:1+} --source topk
+1 sample.py out/dense --tokens 3 --vector vector.npz --source topk
+1 sae.py out/dense --{site=x,variant=x,variant=,layers=9,layers=,layers=x,k=100000,width=0,steps=0,lr=0,lr=nan,seed=-1}
+1 sae.py out/dense --steps 16 --batch-tokens 64 --eval-tokens 64 --{k=5,steps=17,lr=0.1,seed=1,batch-tokens=65}
+1 sae.py out/dense --steps 16 --batch-tokens 64 --eval-tokens 64 --variant matryoshka --width 31
+1 sae.py {nowhere,data,small.py,foreign/ckpt.pt,plain.pt,{byte}}
+1 sae.py out/dense/sae/topk-mlp_in-0 --export {saelens,saelens:,x:new,sparsify:data,saelens:small.py,saelens:/sys/new}
+1 sae.py out/{run,dense} --export saelens:new
+0 sae.py out/dense/sae/topk-mlp_in-0 --export {saelens,dictionary_learning,sparsify}:new
+1 sae.py out/dense --layers 0 --import {data,nowhere,small.py,{byte},out/dense/sae/topk-mlp_in-0,foreign}
+0 sae.py out/run --steps 4 --batch-tokens 64 --eval-tokens 64 {| true,2>&-}  # leaves out/run/sae/report-mlp_in.json
+0 sae.py out/run --steps 4 --batch-tokens 64 --eval-tokens 64 --layers 1 --site {mlp_in,block_out} --variant jumprelu
+1 RANK=0:1:2 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64  # says evenly
 1 sample.py out/run --prompt-file {/proc/self/mem,latin1.txt,data,null}
 1 sample.py out/run --feature {{digits}:1,0:{digits},9:9,x,0:3*}
 ? sample.py out/run --tokens 3 --steer sea --fit 1 --k 4 --samples 1 --save-vector {/sys/x.npz,data,nope/x.npz}
@@ -143,6 +162,9 @@ sample.py out/run --feature 0:3+ : --feature --top --index-tokens
 sample.py out/run --tokens 2 --samples 1 --fit 1 --k 4 --steer sea : --steer --alpha --k --fit --positive --negative
 sample.py out/run --tokens 2 --samples 1 --fit 1 --vector vector.npz : --steer --alpha --alphas --vector --save-vector
 sample.py out/dense --tokens 2 --samples 1 --fit 1 --steer sea : --alpha --alphas --layer --k --save-vector --vector
+sample.py out/dense --features --prompt The --source topk : --source --site --top
+sae.py out/dense --steps 4 --batch-tokens 64 --eval-tokens 64 --fresh : --site --variant --layers --k
+sae.py out/dense --report --eval-tokens 64 : --site --against --device --eval-tokens
 eval.py out/run --limit 2 : --tasks --limit --text --data --val --context --stride --device --batch_tokens
 eval.py out/run --tasks hellaswag,lambada --data good : --limit --data --context --device --batch_tokens
 data.py text book.txt --tokenizer bpe:300 --out new : --out --tokens --tokenizer --field --val-fraction --shard-tokens
@@ -178,6 +200,9 @@ out/half/metrics.jsonl : train.py small.py --out=out/half : out/half/ckpt.pt out
 out/run/config.json : eval.py out/run --tasks val : stdout
 out/run/eval.json : eval.py out/run --tasks val : stdout out/run/eval.json
 out/run/features.npz : sample.py out/run --feature 0:3+ : stdout
+out/dense/sae/topk-mlp_in-0/sae.safetensors : sample.py out/dense --features --prompt The --source topk : stdout
+out/dense/sae/topk-mlp_in-1/config.json : sample.py out/dense --features --prompt The --source topk : stdout
+out/dense/sae/topk-mlp_in-0/sae.safetensors : sae.py out/dense --report --eval-tokens 64 : stdout
 vector.npz : sample.py out/run --tokens 5 --samples 1 --vector vector.npz : stdout
 data/world/state.json : data.py info data/world : stdout
 data/world/state.json : data.py check data/world : stdout
@@ -197,6 +222,7 @@ train.py small.py --out=new --max_steps=8 --save_every=1 : new/ckpt.pt new/best.
 train.py small.py --out=new --max_steps=8 --save_every=3 : new/ckpt.pt new/best.pt new/metrics.jsonl
 data.py text book.txt docs.jsonl --tokenizer bpe:400 --shard-tokens 500 --out new : new/*
 data.py toy --tokens 3000 --out new : new/*
+sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64 --variant jumprelu : out/run/sae/*/sae.safetensors
 """
 
 # The world
@@ -211,6 +237,7 @@ MAKE = (
     "data.py text book.txt --out data/book --tokenizer bpe:300 --val-fraction 0.3",
     "train.py small.py --out=out/run",
     "train.py small.py --out=out/dense --bottleneck=none",
+    "sae.py out/dense --steps 16 --batch-tokens 64 --eval-tokens 64",
     "sample.py out/run --feature 0:3+",
     "sample.py out/run --steer sea --fit 1 --k 4 --tokens 2 --samples 1 --save-vector vector.npz",
     "eval.py out/run --tasks val,features")
