@@ -35,6 +35,7 @@ from ranks import all_reduce, count_ranks
 
 VARIANTS = ("topk", "batchtopk", "jumprelu", "matryoshka")
 GROUPS = (1 / 32, 1 / 16, 1 / 8, 1 / 4)  # of matryoshka's features; the rest are the last group
+SCORES = 2 ** 23                         # of a part of the tokens, held at once while they are encoded: 32 MiB
 AUXILIARY = 1 / 32                       # weight of the loss of dead features
 BANDWIDTH = 0.001                        # of jumprelu, its first threshold too; for x with a mean |x|^2 of 1
 
@@ -227,14 +228,20 @@ class SAE(nn.Module):
         if x.shape[-1] != self.d:
             raise ValueError(f"the SAE has width d={self.d}, but the input has shape {tuple(x.shape)}")
         flat = x.reshape(-1, self.d).to(self.W_enc.dtype)
-        f = self.scores(flat).relu()
-        if self.variant == "topk":
-            K = self.k
-        else:
+        found = [self.encode_part(part) for part in flat.split(max(1, SCORES // self.m))]
+        K = max(indices.shape[1] for indices, _ in found)
+        indices, coefs = (torch.cat([F.pad(part, (0, K - part.shape[1])) for part in parts]) for parts in zip(*found))
+        return Code(indices.view(*x.shape[:-1], K), coefs.view(*x.shape[:-1], K))
+
+    def encode_part(self, x):
+        """(indices, coefs), (N, K) both, with K as small as these tokens allow."""
+        f = self.scores(x).relu()
+        K = self.k
+        if self.variant != "topk":
             f = f * (f > self.threshold)
-            K = max(1, int((f > 0).sum(1).max())) if len(f) else 1
+            K = max(1, int((f > 0).sum(1).amax())) if len(f) else 1
         indices = top_rows(f.detach(), K)[1]
-        return Code(indices.view(*x.shape[:-1], K), f.gather(1, indices).view(*x.shape[:-1], K))
+        return indices, f.gather(1, indices)
 
     def decode(self, code, like=None):
         """x_hat, (..., d). like: not used; a parity bottleneck gives its output the norm of this."""
@@ -263,7 +270,7 @@ class SAE(nn.Module):
 
         f = attached(values, entries)
         if self.variant == "jumprelu":
-            own = self.threshold[entries.columns]
+            own = self.threshold.index_select(0, entries.columns)  # indexing has a gradient that depends on threads
             z_active, f = f, Jump.apply(f, own, BANDWIDTH, False)
         else:
             f = f.relu()

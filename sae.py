@@ -18,6 +18,7 @@ interrupted training, on a CPU bit for bit.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -294,8 +295,9 @@ def finish(run, model, training, options, tokens):
 # How good they are
 
 
-def measure(run, source, requests, base):
-    """A row for each layer of a source: see `report`. base: log-probability of each window, as the model is."""
+def measure(run, source, requests, base, zero):
+    """A row for each layer of a source: see `report`. base, zero: the log-probability of each window, as the model is,
+    and for every layer with 0 in place of x."""
     context, model = run.config.context, run.model
     scorer = Scorer(model, context, PASS)
     count, layers = len(requests), sorted(source.layers)
@@ -320,8 +322,6 @@ def measure(run, source, requests, base):
     for layer in layers:
         only = source._replace(layers={layer: source.layers[layer]})
         spliced = scorer.score(requests, f"{source.name} {layer}", **only.spliced())[0]
-        nothing = scorer.score(requests, f"{source.name} {layer}",
-                               **only.patched(lambda layer, x: torch.zeros_like(x)))[0]
         error, square, active = sums[layer].T
         mean = means[layer].sum(0) / (count * context)
         variance = square - 2 * means[layer] @ mean + context * mean @ mean
@@ -329,8 +329,13 @@ def measure(run, source, requests, base):
                      "tokens": count * context, "fvu": bootstrap(error, variance),
                      "l0": float(active.sum() / (count * context)), "dead": 1 - fired[layer].float().mean().item(),
                      "loss": -base.mean() / context, "loss_spliced": -spliced.mean() / context,
-                     "loss_zero": -nothing.mean() / context, "recovered": bootstrap(spliced - nothing, base - nothing)})
+                     "loss_zero": -zero[layer].mean() / context,
+                     "recovered": bootstrap(spliced - zero[layer], base - zero[layer])})
     return rows
+
+
+def remove(site, layer, at, number, x):
+    return torch.zeros_like(x) if (at, number) == (site, layer) else x
 
 
 def report(runs, options):
@@ -344,9 +349,12 @@ def report(runs, options):
         tokens, context = open_tokens(run, "val"), run.config.context
         count = min(tokens.count(context), max(1, options.eval_tokens // context))
         requests = [Request(tokens.read(i * context, (i + 1) * context + 1), context) for i in range(count)]
-        base = Scorer(run.model, context, PASS).score(requests, "as it is")[0]
+        scorer = Scorer(run.model, context, PASS)
+        base = scorer.score(requests, "as it is")[0]
+        zero = [scorer.score(requests, f"0 at layer {layer}", patch=functools.partial(remove, options.site, layer))[0]
+                for layer in range(run.config.layers)]
         for number, source in enumerate(all_sources(run, options.site)):
-            rows = measure(run, source, requests, base)
+            rows = measure(run, source, requests, base, zero)
             for row in rows:
                 row["run"] = os.path.basename(os.path.dirname(os.path.abspath(run.path)))
                 row["model"] = weights_hash(run.model)
@@ -385,23 +393,28 @@ def print_rows(run, rows, first):
 
 
 def draw(table, path):
-    """Explained variance by layer, a line for each source of each run; the controls are grey."""
+    """Explained variance by layer: a panel for each run, in it a line for each source; the controls are grey."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for run, source in dict.fromkeys((row["run"], row["source"]) for row in table):
-        rows = [row for row in table if (row["run"], row["source"]) == (run, source)]
-        value, low, high = (1 - np.array([row["fvu"] for row in rows])).T
-        control = source.startswith(("hash", "neurons"))
-        axes.errorbar([row["layer"] for row in rows], value, (value - high, low - value), marker="o", markersize=4,
-                      capsize=3, label=f"{run}: {source}", color="0.6" if control else None,
-                      linestyle=("--" if source.startswith("hash") else ":") if control else "-")
-    axes.set(xlabel="layer", ylabel="explained variance", ylim=(min(0, axes.get_ylim()[0]), 1))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    runs = list(dict.fromkeys(row["run"] for row in table))
+    figure, panels = plt.subplots(1, len(runs), figsize=(2 + 5 * len(runs), 4.5), layout="constrained", sharey=True,
+                                  squeeze=False)
+    for run, axes in zip(runs, panels[0]):
+        for source in dict.fromkeys(row["source"] for row in table if row["run"] == run):
+            rows = [row for row in table if (row["run"], row["source"]) == (run, source)]
+            value, low, high = (1 - np.array([row["fvu"] for row in rows])).T
+            control = source.startswith(("hash", "neurons"))
+            below = f" (down to {value.min():.2f})" if value.min() < 0 else ""
+            axes.errorbar([row["layer"] for row in rows], value, (value - high, low - value), marker="o", markersize=4,
+                          capsize=3, label=source + below, color="0.6" if control else None,
+                          linestyle=("--" if source.startswith("hash") else ":") if control else "-")
+        axes.set(title=run, xlabel="layer", ylim=(0, 1))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    panels[0, 0].set_ylabel("explained variance")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -139,6 +139,19 @@ def test_losses_and_gradients_are_those_of_dense_matrices(variant, step_on, monk
     assert all(grad.abs().max() > 0 for grad in found["dense"].values())
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_the_same_bits_on_several_threads(variant):
+    """Without the settings of these tests, which make torch's own operations repeatable."""
+    torch.use_deterministic_algorithms(False)
+    sae, x = SAE(variant, 32, 2048, 32), points(1024)
+    found = []
+    for _ in range(4):
+        sae.zero_grad()
+        sae.loss(x)[0].backward()
+        found.append(torch.cat([weight.grad.flatten() for weight in sae.parameters()]))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize("density", [0.01, 0.3])
 def test_products_of_entries_are_those_of_the_matrix(density):
     torch.manual_seed(0)
