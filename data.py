@@ -412,7 +412,7 @@ def prepare(source, out, tokenizer="gpt2", tokens=None, val_fraction=0.05, shard
                 "tokenizer": tokenizer if named else pack_tokenizer(load_tokenizer(tokenizer))["id"]}
     settings = json.loads(json.dumps(settings))  # as state.json will give it back
     try:
-        with locked(out, wait), swept(out):
+        with locked(out, wait=wait), swept(out):
             state = read_state(out, must=False) or {
                 "settings": settings, "done": False, "shards": {"train": [], "val": []},
                 "documents": {"train": 0, "val": 0}, **Folder.START}

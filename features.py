@@ -52,7 +52,7 @@ def parse_feature(text, source):
 
 
 def describe_source(source):
-    return "this model" if source.name == "own" else f"the source {source.name}"
+    return "this model" if source.kind == "own" else f"the source {source.name}"
 
 
 def level_of(bottleneck, index):
@@ -133,7 +133,7 @@ def open_index(run, source, most=2 ** 16, say=print):
         raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
     windows = min(tokens.count(run.config.context), max(1, most // run.config.context))
     key = f"{weights_hash(run.model)} {source.key} {len(tokens)} {windows * run.config.context}"
-    name = "features.npz" if source.name == "own" else f"features-{source.name}.npz"
+    name = "features.npz" if source.kind == "own" else f"features-{source.name}.npz"
     path = os.path.join(os.path.dirname(run.path), name)
     arrays = read_arrays(path, say)
     if arrays is None or str(arrays.get("key")) != key:

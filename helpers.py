@@ -221,7 +221,7 @@ def checksum(content):
 
 
 @contextlib.contextmanager
-def locked(folder, wait=False):
+def locked(folder, otherwise=", or choose another --out", wait=False):
     """Hold a folder's lock. The system frees it when the process ends, however it ends: no lock is ever stale."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"{folder} is a file: choose a folder for --out")
@@ -232,8 +232,8 @@ def locked(folder, wait=False):
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             file.seek(0)
-            raise UserError(f"another process (pid {file.read()}) is writing to {folder}: let it finish or stop it, or "
-                            "choose another --out") from None
+            raise UserError(f"another process (pid {file.read()}) is writing to {folder}: let it finish or stop it"
+                            + otherwise) from None
         except OSError as error:  # some network file systems have no locks
             print(f"{folder} cannot be locked ({error.strerror}): let no other process write to it", file=sys.stderr)
         file.truncate(0)

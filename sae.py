@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import time
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from autoencoder import SAE, VARIANTS, geometric_median
-from checkpoint import Run, load_file, open_run, save, weights_hash
+from checkpoint import Run, load_file, open_run, save, send, weights_hash
 from data import Tokens
 from helpers import (
     UserError,
@@ -45,7 +46,7 @@ from helpers import (
 )
 from model import PATCH_SITES
 from optim import schedule
-from ranks import all_or_none, all_reduce, leave_ranks, start_ranks
+from ranks import all_or_none, all_reduce, barrier, leave_ranks, start_ranks
 from sae_files import FORMATS, export_sae, import_sae, is_sae, load_sae, save_sae, variant_folder
 from score import Request, Scorer
 from sources import check_sae, open_source, read_activations
@@ -116,31 +117,25 @@ class Training:
         self.seen += torch.stack([error, (x - x.mean(0)).square().sum(1).mean(), l0, torch.ones_like(error)])
 
     def word(self):
-        """(FVU, L0, dead share) since the last word."""
+        """(FVU, L0, dead share) since the last word; None if there was no step."""
         error, variance, l0, steps = all_reduce(self.seen.clone()).tolist()
         self.seen.zero_()
         dead = (self.sae.unfired >= self.settings.dead_after()).float().mean().item()
-        return error / max(variance, 1e-30), l0 / max(1, steps), dead
+        return (error / max(variance, 1e-30), l0 / steps, dead) if steps else None
 
-    def path(self):
-        return os.path.join(self.folder, "ckpt.pt")
+    def state(self, of):
+        """A checkpoint. of: the hashes of the model and the data."""
+        return {"settings": dataclasses.asdict(self.settings), "of": of, "step": self.step, "scale": self.scale,
+                "sae": self.sae.state_dict(), "unfired": self.sae.unfired, "optimizer": self.optimizer.state_dict()}
 
-    def save(self, model):
-        os.makedirs(self.folder, exist_ok=True)
-        save(self.path(), {"settings": dataclasses.asdict(self.settings), "of": model, "step": self.step,
-                           "scale": self.scale, "sae": self.sae.state_dict(), "unfired": self.sae.unfired,
-                           "optimizer": self.optimizer.state_dict()})
-
-    def load(self, model):
-        content = load_file(self.path())
+    def restore(self, content):
         try:
-            check_settings(self.folder, self.settings, content["settings"], content["of"], model)
             self.sae.load_state_dict(content["sae"])
             self.sae.unfired.copy_(content["unfired"])
             self.optimizer.load_state_dict(content["optimizer"])
             self.step, self.scale = content["step"], content["scale"]
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise UserError(f"{self.path()} is no checkpoint of sae.py: start over with --fresh") from error
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.folder} holds no checkpoint of sae.py: start over with --fresh") from error
 
 
 def average_gradients(sae):
@@ -152,11 +147,13 @@ def average_gradients(sae):
             grad.copy_(part.view_as(grad))
 
 
-def check_settings(folder, settings, saved, of, model):
-    changed = [f"{key} (was {saved.get(key)}, now {value})" for key, value in dataclasses.asdict(settings).items()
-               if saved.get(key) != value]
-    if of != model:
-        changed.insert(0, "the model's weights")
+def check_settings(folder, settings, of, saved):
+    """A sentence if what is in a folder is of other settings, another model or other data."""
+    if not saved.get("settings"):
+        raise UserError(f"{folder} holds an SAE that was imported: --fresh replaces it")
+    before = {**saved["settings"], **saved["of"]}
+    changed = [f"{key} (was {before.get(key)}, now {value})"
+               for key, value in {**of, **dataclasses.asdict(settings)}.items() if before.get(key) != value]
     if changed:
         raise UserError(f"{folder} holds an SAE with other settings: {', '.join(changed)}. Give those it has, or start "
                         "over with --fresh")
@@ -182,9 +179,7 @@ class Activations:
         rows = self.tokens.batch(self.seed, number, self.windows, config.context, self.rank, self.ranks)[:, :-1]
         found = {layer: [] for layer in self.layers}
         for part in rows.split(max(1, PASS // config.context)):
-            with autocast(device):
-                read = read_activations(self.run.model, part.to(device), self.site, self.layers)
-            for layer, x in read.items():
+            for layer, x in read_activations(self.run.model, part.to(device), self.site, self.layers).items():
                 found[layer].append(x.float())
         self.number, self.found = number, {layer: torch.cat(parts) for layer, parts in found.items()}
         rng = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
@@ -200,21 +195,14 @@ class Activations:
         return {layer: x.gather(1, at.expand(-1, -1, x.shape[2])).flatten(0, 1) for layer, x in self.found.items()}
 
 
-def autocast(device):
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-
-
 # The training
 
 
-def train(run, model, trainings, options, rank, ranks):
+def train(run, of, trainings, source, options, rank):
     """Train all of them to the end, which gives True, or until a signal asks to stop."""
-    layers = sorted({training.layer for training in trainings})
     first, steps = min(training.step for training in trainings), options.steps
-    tokens = open_tokens(run, "train")
-    source = Activations(run, tokens, options.site, layers, options.batch_tokens, options.seed, rank, ranks)
     say(f"{len(trainings)} SAEs of {options.width:,} features, {options.k} active, at {options.site} of "
-        f"{len(layers)} layer(s) of {run.path}: {steps:,} steps of {options.batch_tokens:,} tokens"
+        f"{len(source.layers)} layer(s) of {run.path}: {steps:,} steps of {options.batch_tokens:,} tokens"
         + (f", continuing from step {first:,}" if first else ""))
     began = saved = time.monotonic()
     cost = 0.0  # seconds that the last saving took
@@ -228,18 +216,26 @@ def train(run, model, trainings, options, rank, ranks):
             progress(f"step {step + 1}/{steps}  {left // 60}:{left % 60:02d} left")
             if (step + 1) % max(1, steps // 10) == 0 or step + 1 == steps:
                 tell(step + 1, trainings, left)
-            leave = all_reduce(torch.tensor(len(asked), device=run.model.embedding.weight.device)) > 0
-            if leave or rank == 0 and time.monotonic() - saved > max(30, 20 * cost):  # saving takes at most 5%
-                with all_or_none() if leave else contextlib.nullcontext():
-                    start = time.monotonic()
-                    if rank == 0:
-                        for training in trainings:
-                            training.save(model)
-                    saved = time.monotonic()
-                    cost = saved - start
+            due = rank == 0 and time.monotonic() - saved > max(30, 20 * cost)  # saving takes at most 5%
+            leave, due = (all_reduce(torch.tensor([len(asked), due]).to(source.order)) > 0).tolist()
+            if leave or due:
+                start = time.monotonic()
+                with all_or_none():
+                    for training in trainings if rank == 0 else ():
+                        write_state(training, of)
+                saved = time.monotonic()
+                cost = saved - start
             if leave and step + 1 < steps:
                 return False
     return True
+
+
+def write_state(training, of):
+    """ckpt.pt; what an older training left goes: it would be taken for this one's."""
+    os.makedirs(training.folder, exist_ok=True)
+    save(os.path.join(training.folder, "ckpt.pt"), training.state(of))
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(training.folder, "config.json"))
 
 
 def tell(step, trainings, left):
@@ -247,9 +243,10 @@ def tell(step, trainings, left):
     say(f"step {step:,}, {left // 60}:{left % 60:02d} left")
     for variant in dict.fromkeys(training.settings.variant for training in trainings):
         words = [training.word() for training in trainings if training.settings.variant == variant]
-        fvu, l0, dead = zip(*words)
-        say(f"  {variant:<11} FVU {' '.join(f'{value:.3f}' for value in fvu)}   L0 "
-            f"{' '.join(f'{value:.1f}' for value in l0)}   dead {' '.join(f'{value:.1%}' for value in dead)}")
+        columns = [[form.format(value) if word else "-" for word, value in zip(words, values)] for form, values in zip(
+            ("{:.3f}", "{:.1f}", "{:.1%}"), zip(*(word or (0, 0, 0) for word in words)))]
+        fvu, l0, dead = map(" ".join, columns)
+        say(f"  {variant:<11} FVU {fvu}   L0 {l0}   dead {dead}")
 
 
 def open_tokens(run, split):
@@ -259,37 +256,40 @@ def open_tokens(run, split):
     return tokens
 
 
-def prepare(run, model, options, device):
-    """The trainings that are left to do, each where it was."""
-    trainings = []
-    for variant in options.variant:
+def plan(run, of, options):
+    """(settings, layer, folder) of what is left to do, and by folder the checkpoints to go on from. For rank 0: what
+    lies on the disks of others does not count."""
+    wanted, found = [], {}
+    for variant, layer in itertools.product(options.variant, options.layers):
         lr = options.lr or default_rate(variant, options.width, options.steps)
         settings = Settings(variant, options.width, options.k, options.steps, options.batch_tokens, lr, options.seed,
                             options.step_on, options.divided)
-        for layer in options.layers:
-            folder = variant_folder(os.path.dirname(run.path), variant, options.site, layer)
-            training = Training(settings, run.config.d, layer, folder, device)
-            if options.fresh:
-                pass
-            elif is_sae(folder):
-                _, about = load_sae(folder)
-                check_settings(folder, settings, about.get("settings") or {}, about.get("model"), model)
-                say(f"{folder} is finished. --fresh starts over")
-                continue
-            elif os.path.exists(training.path()):
-                training.load(model)
-            trainings.append(training)
-    return trainings
+        folder = variant_folder(os.path.dirname(run.path), variant, options.site, layer)
+        checkpoint = os.path.join(folder, "ckpt.pt")
+        if options.fresh:
+            pass
+        elif os.path.exists(checkpoint):
+            content = load_file(checkpoint)
+            if not isinstance(content, dict) or not isinstance(content.get("of"), dict):
+                raise UserError(f"{checkpoint} is no checkpoint of sae.py: start over with --fresh")
+            check_settings(folder, settings, of, content)
+            found[folder] = content
+        elif is_sae(folder):
+            check_settings(folder, settings, of, load_sae(folder)[1])
+            say(f"{folder} is finished. --fresh starts over")
+            continue
+        wanted.append((dataclasses.asdict(settings), layer, folder))
+    return {"wanted": wanted, "found": found}
 
 
-def finish(run, model, training, options, tokens):
+def finish(run, of, training, options):
     """The SAE of the activations as they are, with all that is known of it."""
     training.sae.scale(training.scale)
-    about = {"run": os.path.dirname(run.path), "model": model, "site": options.site, "layer": training.layer,
-             "settings": dataclasses.asdict(training.settings), "tokens": tokens.identity(), **provenance()}
+    about = {"run": os.path.dirname(run.path), "site": options.site, "layer": training.layer,
+             "settings": dataclasses.asdict(training.settings), "of": of, **provenance()}
     save_sae(training.folder, training.sae, about)
     with contextlib.suppress(FileNotFoundError):
-        os.remove(training.path())
+        os.remove(os.path.join(training.folder, "ckpt.pt"))
 
 
 # How good they are
@@ -321,7 +321,8 @@ def measure(run, source, requests, base, zero):
     rows = []
     for layer in layers:
         only = source._replace(layers={layer: source.layers[layer]})
-        spliced = scorer.score(requests, f"{source.name} {layer}", **only.spliced())[0]
+        own = source.kind == "own"  # the model reads nothing else: there is nothing to recover
+        spliced = base if own else scorer.score(requests, f"{source.name} {layer}", **only.spliced())[0]
         error, square, active = sums[layer].T
         mean = means[layer].sum(0) / (count * context)
         variance = square - 2 * means[layer] @ mean + context * mean @ mean
@@ -330,7 +331,7 @@ def measure(run, source, requests, base, zero):
                      "l0": float(active.sum() / (count * context)), "dead": 1 - fired[layer].float().mean().item(),
                      "loss": -base.mean() / context, "loss_spliced": -spliced.mean() / context,
                      "loss_zero": -zero[layer].mean() / context,
-                     "recovered": bootstrap(spliced - zero[layer], base - zero[layer])})
+                     "recovered": None if own else bootstrap(spliced - zero[layer], base - zero[layer])})
     return rows
 
 
@@ -342,42 +343,50 @@ def report(runs, options):
     """The table of every SAE of the runs at a site, of their own features, and of the controls.
 
     FVU is |x - x_hat|^2 / |x - mean x|^2; a feature is dead that fired on none of the tokens; the model's loss with
-    x_hat in place of x at one layer, and with 0, say which part of the difference that x makes is recovered.
+    x_hat in place of x at one layer, and with 0, say which part of the difference that x makes is recovered. A model
+    with a bottleneck never reads x, and so there is no such part for its own features.
     """
     table = []
     for run in runs:
-        tokens, context = open_tokens(run, "val"), run.config.context
+        tokens, context, weights = open_tokens(run, "val"), run.config.context, weights_hash(run.model)
         count = min(tokens.count(context), max(1, options.eval_tokens // context))
         requests = [Request(tokens.read(i * context, (i + 1) * context + 1), context) for i in range(count)]
         scorer = Scorer(run.model, context, PASS)
         base = scorer.score(requests, "as it is")[0]
         zero = [scorer.score(requests, f"0 at layer {layer}", patch=functools.partial(remove, options.site, layer))[0]
                 for layer in range(run.config.layers)]
-        for number, source in enumerate(all_sources(run, options.site)):
+        for number, source in enumerate(all_sources(run, options.site, weights)):
             rows = measure(run, source, requests, base, zero)
             for row in rows:
-                row["run"] = os.path.basename(os.path.dirname(os.path.abspath(run.path)))
-                row["model"] = weights_hash(run.model)
+                row["run"], row["model"] = os.path.basename(os.path.dirname(os.path.abspath(run.path))), weights
             print_rows(run, rows, first=number == 0)
             table += rows
     folder = os.path.join(os.path.dirname(runs[0].path), "sae")
     os.makedirs(folder, exist_ok=True)
-    write_json(os.path.join(folder, f"report-{options.site}.json"), {"rows": table, **provenance()}, indent=1)
+    about = {"site": options.site, "configs": {run.path: vars(run.config) for run in runs}, **provenance()}
+    write_json(os.path.join(folder, f"report-{options.site}.json"), {"rows": table, **about}, indent=1)
     picture = os.path.join(folder, f"explained-{options.site}.png")
     draw(table, picture)
     say(f"written to {folder}: report-{options.site}.json, explained-{options.site}.png")
 
 
-def all_sources(run, site):
-    """The sources of a run at a site: its own features, its SAEs, the controls."""
+def all_sources(run, site, weights):
+    """The sources of a run at a site: its own features, its SAEs, the controls. What cannot be opened is said."""
     home = os.path.dirname(run.path)
-    if run.config.bottleneck != "none" and site == "mlp_in" and run.config.site == "mlp":
+    if run.config.bottleneck != "none" and site == f"{run.config.site}_in":
         yield open_source(run, "own")
-    for variant in VARIANTS:
-        if any(is_sae(variant_folder(home, variant, site, layer)) for layer in range(run.config.layers)):
-            yield open_source(run, variant, site)
-    yield open_source(run, "hash", site)
-    yield open_source(run, "neurons", site)
+    for variant, layer in itertools.product(VARIANTS, range(run.config.layers)):
+        folder = variant_folder(home, variant, site, layer)
+        try:
+            if is_sae(folder):
+                yield open_source(run, folder, weights=weights)._replace(name=f"{variant}-{site}")
+        except UserError as error:
+            say(f"left out: {error}")
+    for control in ("hash", "neurons"):
+        try:
+            yield open_source(run, control, site)
+        except UserError as error:
+            say(f"left out: {error}")
 
 
 def print_rows(run, rows, first):
@@ -387,7 +396,8 @@ def print_rows(run, rows, first):
         say(f"{'source':<20}{'layer':>6}{'FVU':>25}{'L0':>8}{'dead':>8}{'loss recovered':>26}{'with x_hat':>12}"
             f"{'with 0':>9}")
     for row in rows:
-        fvu, recovered = ("{:.4f} [{:.4f}, {:.4f}]".format(*row[key]) for key in ("fvu", "recovered"))
+        fvu, recovered = ("{:.4f} [{:.4f}, {:.4f}]".format(*row[key]) if row[key] else "-"
+                          for key in ("fvu", "recovered"))
         say(f"{row['source']:<20}{row['layer']:>6}{fvu:>25}{row['l0']:>8.1f}{row['dead']:>8.1%}{recovered:>26}"
             f"{row['loss_spliced']:>12.4f}{row['loss_zero']:>9.4f}")
 
@@ -486,11 +496,39 @@ def bring(run, options):
     folder = variant_folder(os.path.dirname(run.path), sae.variant, options.site, options.layers[0])
     if is_sae(folder) and not options.fresh:
         raise UserError(f"{folder} holds an SAE already: --fresh replaces it")
-    about = {"run": os.path.dirname(run.path), "model": weights_hash(run.model), "site": options.site,
+    about = {"run": os.path.dirname(run.path), "of": {"model": weights_hash(run.model)}, "site": options.site,
              "layer": options.layers[0], "imported": options.bring, **provenance()}
-    check_sae(run, options.bring, sae, about)
+    check_sae(run, options.bring, sae, about, about["of"]["model"])
     save_sae(folder, sae, about)
     say(f"wrote {folder}; it is taken at its word that it is of this model: --report says how well it fits")
+
+
+def make(run, options, rank, ranks):
+    """Train what is left to do; False if a signal stopped it."""
+    device = run.model.embedding.weight.device
+    with contextlib.ExitStack() as held:
+        with all_or_none():
+            tokens = open_tokens(run, "train")
+            of = {"model": weights_hash(run.model), "tokens": tokens.identity()}
+            if rank == 0:
+                held.enter_context(locked(os.path.join(os.path.dirname(run.path), "sae"), ""))
+            content = plan(run, of, options) if rank == 0 else None
+        content = send(content, device)
+        trainings = [Training(Settings(**settings), run.config.d, layer, folder, device)
+                     for settings, layer, folder in content["wanted"]]
+        for training in trainings:
+            if training.folder in content["found"]:
+                training.restore(content["found"].pop(training.folder))
+        if not trainings:
+            return True
+        layers = sorted({training.layer for training in trainings})
+        source = Activations(run, tokens, options.site, layers, options.batch_tokens, options.seed, rank, ranks)
+        if not train(run, of, trainings, source, options, rank):
+            return False
+        with all_or_none():
+            for training in trainings if rank == 0 else ():
+                finish(run, of, training, options)
+    return True
 
 
 def work(options):
@@ -507,23 +545,11 @@ def work(options):
     complete(options, run)
     if options.bring:
         return bring(run, options) if rank == 0 else None
-    if not options.report:
-        model = weights_hash(run.model)
-        with contextlib.ExitStack() as held:
-            with all_or_none():
-                if rank == 0:
-                    held.enter_context(locked(os.path.join(os.path.dirname(run.path), "sae")))
-            with all_or_none():
-                trainings = prepare(run, model, options, device)
-            if trainings and not train(run, model, trainings, options, rank, ranks):
-                return say("stopped, saved: the same command goes on from there")
-            with all_or_none():
-                if rank == 0 and trainings:
-                    tokens = open_tokens(run, "train")
-                    for training in trainings:
-                        finish(run, model, training, options, tokens)
+    if not options.report and not make(run, options, rank, ranks):
+        return say("stopped, saved: the same command goes on from there" + " if --fresh is left off" * options.fresh)
+    barrier()
+    leave_ranks()  # what is left is one process's work
     if rank == 0:
-        leave_ranks()  # what is left is one process's work
         report([run, *others], options)
 
 

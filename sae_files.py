@@ -5,8 +5,8 @@
     export_sae(sae, about, "saelens", folder)     as SAE.load_from_disk of SAELens reads it; or dictionary_learning,
     sae = import_sae(folder)                      sparsify. Any of the three, told apart by their files.
 
-`about` says what the SAE was trained on: `model`, the hash of the weights, `site` and `layer`, with the settings and
-results of the training. A folder is whole once it has its config.json, which knows the checksum of the weights.
+`about` says what the SAE was trained on: `of`, the hashes of the model's weights and of the tokens, `site`, `layer`;
+and the settings of the training. A folder is whole once it has its config.json, which knows the weights' checksum.
 
 SAELens and sparsify have no batchtopk: once it is trained, it is a jumprelu whose thresholds are all equal, and so is
 matryoshka, and as such they are exported. dictionary_learning centres x for all variants but jumprelu; where ours
@@ -132,7 +132,7 @@ def as_saelens(sae, tensors, about):
     named = {"W_enc": tensors["W_enc"].T.contiguous(), "b_enc": tensors["b_enc"], "W_dec": tensors["W_dec"],
              "b_dec": tensors["b_dec"]}
     of = {"model_name": str(about.get("run")), "hook_name": f"{about.get('layer')}.{about.get('site')}",
-          "parity": {"model": about.get("model"), "variant": sae.variant}}
+          "parity": {"of": about.get("of"), "variant": sae.variant}}
     config = {"d_in": sae.d, "d_sae": sae.m, "dtype": "float32", "device": "cpu", "apply_b_dec_to_input": sae.centred,
               "normalize_activations": "none", "reshape_activations": "none", "metadata": of}
     if sae.variant == "topk":
@@ -199,16 +199,11 @@ def from_saelens(folder):
         raise UserError(f"{folder} is an SAE of the architecture {kind!r}: topk and jumprelu can be read")
     if config.get("normalize_activations", "none") not in ("none", None) or config.get("rescale_acts_by_decoder_norm"):
         raise UserError(f"{folder} rescales activations: fold that into its weights first, as SAELens can")
-    m, d = tensors["W_dec"].shape
-    shape = {"variant": kind, "d": d, "m": m, "k": config["k"] if kind == "topk" else mean_k(config, m),
+    m, d = tensors["W_dec"].shape  # a jumprelu does not say how many features it aimed at: m
+    shape = {"variant": kind, "d": d, "m": m, "k": config["k"] if kind == "topk" else m,
              "centred": bool(config.get("apply_b_dec_to_input", True)), "groups": []}
     names = ["W_enc", "b_enc", "W_dec", "b_dec", *(["threshold"] if kind == "jumprelu" else [])]
     return shape, {name: tensors[name].T if name == "W_enc" else tensors[name] for name in names}
-
-
-def mean_k(config, m):
-    """A jumprelu has no k; ours says what was aimed at, which nobody knows here."""
-    return min(m, int(config.get("k") or 1))
 
 
 def from_sparsify(folder):
@@ -236,7 +231,7 @@ def from_dictionary_learning(folder):
     if variant != "topk":
         named["threshold"] = tensors["threshold"]
     m, d = named["W_dec"].shape
-    k = int(tensors["k"]) if "k" in tensors else min(m, int(trainer.get("target_l0") or trainer.get("k") or 1))
+    k = int(tensors["k"]) if "k" in tensors else min(m, int(trainer.get("target_l0") or m))
     groups = tensors["group_sizes"].tolist() if variant == "matryoshka" else []
     return {"variant": variant, "d": d, "m": m, "k": k, "centred": variant != "jumprelu", "groups": groups}, named
 

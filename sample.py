@@ -201,7 +201,7 @@ def steer_eval(run, source, options, concepts=HELD_OUT, choose=32, test=64, base
     formed, sentences = measure(unsteered, concepts[0])[2:]
     of_stream = f"residual stream after layer {options.layer}"
     print(f"{run.path}, "
-          + (of_stream if source.name == "stream" else f"{options.k} features a layer of {source.name}")
+          + (of_stream if source.kind == "stream" else f"{options.k} features a layer of {source.name}")
           + (", fitted weights" if options.fit else ", differences as weights"))
     print(f"texts of {options.tokens} tokens from nothing, temperature {options.temperature}, top-p {options.top_p}")
     print(f"unsteered: {base} texts, {sentences:,} sentences, {formed:.1%} well-formed; "
@@ -228,7 +228,7 @@ def show_features(run, source, prompt, top):
     """For each token of the prompt and each layer the strongest features: level, index, sign, coefficient, parent."""
     codes = read_codes(run.model, prompt, source)
     print("feature INDEX[+-], |coefficient|"
-          + ", < the parent it was reached from; level 0 has no parents" * (source.name == "own"))
+          + ", < the parent it was reached from; level 0 has no parents" * (source.kind == "own"))
     for at, token in enumerate(prompt[0].tolist()):
         print(f"\n{at} {text_of(run.encoding, [token])!r}")
         for layer, code in codes.items():
@@ -238,7 +238,7 @@ def show_features(run, source, prompt, top):
 
 def cells_of(source, layer, code, at, top):
     """The strongest features of the token at `at`, as they are printed; levels and parents are of own features."""
-    own = source.name == "own"
+    own = source.kind == "own"
     parents = find_parents(source.layers[layer], code)[0, at] if own else None
     for place in code.coefs[0, at].abs().topk(min(top, code.coefs.shape[-1])).indices.tolist():
         index, coef = code.indices[0, at, place].item(), code.coefs[0, at, place].item()
@@ -256,7 +256,7 @@ def show_feature(run, source, name, options):
     layer, index, sign = parse_feature(name, source)
     statistics, tokens = open_index(run, source, options.index_tokens)
     positions, coefs = statistics.firings(layer, index, sign)
-    of = f", level {level_of(source.layers[layer], index)}" if source.name == "own" else f" of {source.name}"
+    of = f", level {level_of(source.layers[layer], index)}" if source.kind == "own" else f" of {source.name}"
     print(f"feature {layer}:{index}{'-' if sign < 0 else '+'}{of}: fires on {len(positions):,} of "
           f"{statistics.tokens:,} tokens ({len(positions) / statistics.tokens:.3%})")
     if not len(positions):
@@ -272,7 +272,7 @@ def show_feature(run, source, name, options):
     for title, values, ids in (("raises", *change.topk(8)), ("lowers", *(-change).topk(8))):
         print(f"{title} the logit of the next token there: "
               + ", ".join(f"{text_of(run.encoding, [i])!r} {v:.2f}" for v, i in zip(values.tolist(), ids.tolist())))
-    if source.name == "own":
+    if source.kind == "own":
         show_family(source.layers[layer], statistics, layer, index, positions, options.top)
 
 
@@ -356,7 +356,7 @@ def parse(arguments):
     parser.add_argument("--source", metavar="NAME",
                         help="whose features to look at or steer with: own, hash, neurons, a variant of SAE that "
                              "sae.py has trained, or its folder (own; steering a dense model: its residual stream)")
-    parser.add_argument("--site", default="mlp_in", metavar="SITE",
+    parser.add_argument("--site", metavar="SITE",
                         help="of hash, neurons and SAEs: attention_out, mlp_in, mlp_out or block_out (mlp_in)")
     look = parser.add_argument_group("look at features")
     look.add_argument("--features", action="store_true",
@@ -403,6 +403,8 @@ def main(arguments):
         source = open_source(run, "own" if options.source is None else options.source, options.site)
         return show_feature(run, source, options.feature, options) if options.feature else \
             show_features(run, source, prompt, options.top)
+    if not any(asked[1:]) and (options.source or options.site):
+        raise UserError("--source and --site are for --features, --feature and steering: leave them off, or add one")
     source = steering_source(run, options.source, options.site, options.layer)
     if options.interactive:
         interact(run, source, options)

@@ -8,8 +8,8 @@
 
 A source has features 0 .. m - 1, a site (model.PATCH_SITES) and for some layers a part with two methods: encode(x) ->
 Code, where coefficient 0 is not active, and decode(code, like=x) -> (..., d). An edit of the model's own code changes
-all that the MLP reads. An edit of another source adds to the activation what it changes of the decoded: what
-the source does not reconstruct stays.
+all that the MLP reads. An edit of another source adds to the activation what it changes of the decoded, which is a sum
+over features: what the source does not reconstruct stays.
 
 Two controls stand beside every figure of a trained source; it must beat them, or it means nothing:
   hash      an untrained parity bottleneck of the same shape on the same activations after a random rotation, with
@@ -17,7 +17,6 @@ Two controls stand beside every figure of a trained source; it must beat them, o
   neurons   the coordinates themselves, the K with the largest |x|.
 """
 import contextlib
-import glob
 import hashlib
 import os
 from typing import NamedTuple
@@ -31,13 +30,14 @@ from data import Tokens
 from dpb import Code, DeepParityBottleneck, update_moments
 from helpers import UserError, suggest
 from model import PATCH_SITES
-from sae_files import load_sae
+from sae_files import is_sae, load_sae, variant_folder
 
 FITTED_ON = 2 ** 14  # tokens of the training split that the moments of hash are fitted on
 
 
 class Source(NamedTuple):
-    name: str      # as a user writes it, with the site
+    kind: str      # own, hash, neurons, sae, or stream: all coordinates, for steering
+    name: str      # for people and names of files
     key: str       # tells it from every other source of the same model
     site: str      # where its activations are read
     m: int         # features
@@ -45,21 +45,18 @@ class Source(NamedTuple):
 
     def edited(self, edit):
         """Arguments of a forward pass in which edit(layer, code) -> code changes the source's codes."""
-        if self.name == "own":
+        if self.kind == "own":
             return {"edit": edit}
 
         def change(layer, x):
             part = self.layers[layer]
             code = part.encode(x)
             new = edit(layer, code)
-            return x if new is code else x + (part.decode(new, like=x) - part.decode(code, like=x)).to(x.dtype)
+            return x if new is code else x + (part.decode(new) - part.decode(code)).to(x.dtype)
         return self.patched(change)
 
     def spliced(self):
-        """Arguments of a forward pass in which all that goes on is what the source reconstructs."""
-        if self.name == "own":
-            return {}
-
+        """Arguments of a forward pass in which all that goes on is what the source reconstructs. Not for own."""
         def change(layer, x):
             part = self.layers[layer]
             return part.decode(part.encode(x), like=x).to(x.dtype)
@@ -84,12 +81,13 @@ class Source(NamedTuple):
 class Rotated(nn.Module):
     """The hash control: a bottleneck on x R, R orthogonal."""
 
-    def __init__(self, d, bits, active, children, seed):
+    def __init__(self, d, bits, active, children, seed, **settings):
         super().__init__()
         rng = torch.Generator().manual_seed(seed)
         self.register_buffer("rotation", torch.linalg.qr(torch.randn(d, d, generator=rng)).Q)
         # With decay 0 the moments become those of the tokens that were seen; all of them are sampled.
-        self.bottleneck = DeepParityBottleneck(d, bits, active, children, seed=seed, decay=0.0, samples=2 ** 40)
+        self.bottleneck = DeepParityBottleneck(d, bits, active, children, seed=seed, decay=0.0, samples=2 ** 40,
+                                               **settings)
 
     @torch.no_grad()
     def fit(self, x):
@@ -133,7 +131,7 @@ class Enough(Exception):
 
 @torch.no_grad()
 def read_activations(model, tokens, site, layers):
-    """The activations of a site for tokens (B, T): {layer: (B, T, d)}."""
+    """The activations of a site for tokens (B, T): {layer: (B, T, d)}. On a GPU in bfloat16, as in training."""
     found = {}
 
     def look(at, layer, x):
@@ -142,7 +140,7 @@ def read_activations(model, tokens, site, layers):
             if len(found) == len(layers):
                 raise Enough
         return x
-    with contextlib.suppress(Enough):
+    with contextlib.suppress(Enough), torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
         model.hidden(tokens, patch=look)
     return found
 
@@ -150,7 +148,7 @@ def read_activations(model, tokens, site, layers):
 @torch.no_grad()
 def read_codes(model, tokens, source):
     """The codes of a source for tokens (B, T): {layer: Code}, (B, T, K)."""
-    if source.name != "own":
+    if source.kind != "own":
         found = read_activations(model, tokens, source.site, source.layers)
         return {layer: source.layers[layer].encode(x) for layer, x in found.items()}
     codes = {}
@@ -165,86 +163,99 @@ def read_codes(model, tokens, source):
 # Opening
 
 
-def open_source(run, name="own", site="mlp_in"):
-    """The Source that a user means: own, hash, neurons, a variant of SAE, or the folder of one."""
-    if site not in PATCH_SITES:
+def open_source(run, name="own", site=None, weights=None):
+    """The Source that a user means: own, hash, neurons, a variant of SAE, or the folder of one.
+
+    site: mlp_in unless said; own features and the SAE of a folder have theirs.  weights: weights_hash, where it is
+    known already.
+    """
+    if site is not None and site not in PATCH_SITES:
         raise UserError(f"there is no site {site!r}{suggest(site, PATCH_SITES)}")
-    blocks, config, device = run.model.blocks, run.config, run.model.embedding.weight.device
-    layers = range(config.layers)
+    config, layers = run.config, range(run.config.layers)
     if name == "own":
-        if blocks[0].bottleneck is None:
-            raise UserError("this model is dense, so it has no features of its own: train SAEs on it, python sae.py "
-                            f"{os.path.dirname(run.path)}, and take --source topk; or train a model that has some, "
-                            "python train.py configs/tiny.py")
-        return Source("own", "own", "mlp_in", blocks[0].bottleneck.m, {layer: blocks[layer].bottleneck
-                                                                       for layer in layers})
+        return open_own(run, site)
     if name == "neurons":
-        K = min(sum(config.active), config.d)
-        return Source(f"neurons-{site}", f"neurons-{site} {K}", site, config.d,
+        site, K = site or "mlp_in", min(sum(config.active), config.d)
+        return Source("neurons", f"neurons-{site}", f"neurons-{site} {K}", site, config.d,
                       dict.fromkeys(layers, Neurons(config.d, K)))
     if name == "hash":
-        parts = fit_hashes(run, site)
-        key = f"hash-{site} {config.bits} {config.active} {config.children} {FITTED_ON}"
-        return Source(f"hash-{site}", key, site, 2 ** config.bits[-1], parts)
-    folders = sae_folders(run, name, site)
+        site = site or "mlp_in"
+        parts, key = fit_hashes(run, site)
+        return Source("hash", f"hash-{site}", key, site, 2 ** config.bits[-1], parts)
+    return open_saes(run, name, site, weights or weights_hash(run.model))
+
+
+def open_own(run, site):
+    config, parts = run.config, [block.bottleneck for block in run.model.blocks]
+    if parts[0] is None:
+        raise UserError("this model is dense, so it has no features of its own: train SAEs on it, python sae.py "
+                        f"{os.path.dirname(run.path)}, and take --source topk; or train a model that has some, "
+                        "python train.py configs/tiny.py")
+    if site not in (None, f"{config.site}_in"):
+        raise UserError(f"the model's own features are those before its {config.site}: leave --site off, or choose "
+                        "another --source")
+    return Source("own", "own", "own", f"{config.site}_in", parts[0].m, dict(enumerate(parts)))
+
+
+def open_saes(run, name, site, weights):
+    folders = [name] if os.path.isdir(name) else find_saes(run, name, site or "mlp_in")
     found = [load_sae(folder) for folder in folders]
     for folder, (sae, about) in zip(folders, found):
-        check_sae(run, folder, sae, about)
-        if (sae.m, about["site"]) != (found[0][0].m, found[0][1]["site"]):
+        check_sae(run, folder, sae, about, weights)
+        if site not in (None, about["site"]):
+            raise UserError(f"{folder} is of the site {about['site']}, not of {site}: leave --site off")
+        if sae.m != found[0][0].m:
             raise UserError(f"{folder} has {sae.m:,} features, {folders[0]} has {found[0][0].m:,}: features of one "
                             "source must be as many at every layer. Give the folder of one of them")
-    key = hashlib.sha256(" ".join(about["sha256"] for _, about in found).encode()).hexdigest()[:16]
-    site = found[0][1]["site"]
+    site, device = found[0][1]["site"], run.model.embedding.weight.device
     title = f"{name}-{site}" if name in VARIANTS else os.path.basename(os.path.normpath(name))
-    return Source(title, f"{title} {key}", site, found[0][0].m,
-                  {about["layer"]: sae.to(device) for sae, about in found})
+    made = " ".join(f"{about['layer']} {about['sha256']}" for _, about in found)
+    key = f"sae {site} {hashlib.sha256(made.encode()).hexdigest()[:16]}"
+    return Source("sae", title, key, site, found[0][0].m, {about["layer"]: sae.to(device) for sae, about in found})
 
 
-def sae_folders(run, name, site):
-    """The folders of a variant, layer by layer, or the one that is named."""
-    if os.path.isdir(name):
-        return [name]
-    home = os.path.join(os.path.dirname(run.path), "sae")
-    found = [folder for folder in glob.glob(os.path.join(glob.escape(home), f"{glob.escape(name)}-{site}-*"))
-             if os.path.exists(os.path.join(folder, "config.json"))]
-    if name in VARIANTS and found:
-        return sorted(found, key=lambda folder: int(folder.rpartition("-")[2]))
-    if name in VARIANTS:
-        raise UserError(f"{home} has no {name} SAEs at {site}: python sae.py {os.path.dirname(run.path)} "
-                        f"--variant {name} --site {site} trains them")
-    raise UserError(f"there is no source {name!r}{suggest(name, ('own', 'hash', 'neurons', *VARIANTS))}; or give the "
-                    "folder of an SAE")
+def find_saes(run, variant, site):
+    """The folders of a variant, layer by layer."""
+    if variant not in VARIANTS:
+        raise UserError(f"there is no source {variant!r}{suggest(variant, ('own', 'hash', 'neurons', *VARIANTS))}; or "
+                        "give the folder of an SAE")
+    home = os.path.dirname(run.path)
+    folders = [variant_folder(home, variant, site, layer) for layer in range(run.config.layers)]
+    found = [folder for folder in folders if is_sae(folder)]
+    if not found:
+        raise UserError(f"{os.path.join(home, 'sae')} has no {variant} SAEs at {site}: python sae.py {home} "
+                        f"--variant {variant} --site {site} trains them")
+    return found
 
 
-def check_sae(run, folder, sae, about):
-    """A sentence if an SAE is not of this model."""
+def check_sae(run, folder, sae, about, weights):
+    """A sentence if an SAE is not of this model. weights: of the model, weights_hash."""
     if sae.d != run.config.d:
         raise UserError(f"{folder} is of activations of width {sae.d}, but those of {run.path} have width "
                         f"{run.config.d}: train one for it, python sae.py {os.path.dirname(run.path)}")
-    if about.get("model") != weights_hash(run.model):
+    if (about.get("of") or {}).get("model") != weights:
         raise UserError(f"{folder} was trained on other weights than those of {run.path}: train it again, python "
                         f"sae.py {os.path.dirname(run.path)} --fresh")
     if about.get("site") not in PATCH_SITES or about.get("layer") not in range(run.config.layers):
         raise UserError(f"{folder} is of layer {about.get('layer')}, {about.get('site')}, which this model has not")
 
 
-def training_windows(run, count):
-    """Windows of the training split, in the order of training: at most `count` tokens, (n, context)."""
-    tokens = Tokens(run.config.data, "train", verify=False)
-    if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
-        raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
-    context = run.config.context
-    return tokens.batch(0, 0, min(tokens.count(context), max(1, count // context)), context)[:, :-1]
-
-
 def fit_hashes(run, site):
-    """The hash control of every layer: {layer: Rotated}, the same for the same weights and data."""
+    """The hash control of every layer, {layer: Rotated}, the same for the same weights and data; and its key."""
     config, device = run.config, run.model.embedding.weight.device
-    layers = range(config.layers)
+    tokens, context, layers = Tokens(config.data, "train", verify=False), config.context, range(config.layers)
+    if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
+        raise UserError(f"{config.data} was made with another tokenizer than this model's: prepare its data again")
+    shape = {key: getattr(config, key) for key in ("bits", "active", "children", "standardise", "selection")}
+    try:  # seeds far from those of models, config.seed * 1000 + layer
+        parts = {layer: Rotated(config.d, seed=2 ** 61 + layer, **shape).to(device) for layer in layers}
+    except ValueError as error:
+        raise UserError(f"there is no hash control of the shape in this run's config: {error}") from error
+    rows = tokens.batch(0, 0, min(tokens.count(context), max(1, FITTED_ON // context)), context)[:, :-1]
     found = {layer: [] for layer in layers}
-    for rows in training_windows(run, FITTED_ON).split(max(1, 2 ** 13 // config.context)):
-        for layer, x in read_activations(run.model, rows.to(device), site, layers).items():
+    for part in rows.split(max(1, 2 ** 13 // context)):
+        for layer, x in read_activations(run.model, part.to(device), site, layers).items():
             found[layer].append(x.flatten(0, 1).float())
-    seed = 1_000_003  # not that of any layer of a model: config.seed * 1000 + layer
-    return {layer: Rotated(config.d, config.bits, config.active, config.children, seed + layer).to(device)
-            .fit(torch.cat(parts)) for layer, parts in found.items()}
+    for layer, part in parts.items():
+        part.fit(torch.cat(found.pop(layer)))
+    return parts, f"hash-{site} {shape} {FITTED_ON} of {tokens.identity()}"

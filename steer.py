@@ -55,7 +55,7 @@ class Vector(NamedTuple):
         """The vector in a file, if it is one and was made for this model and source."""
         arrays = read_arrays(path, say=lambda problem: None)
         if arrays is None or set(arrays) != set(cls._fields):
-            raise UserError(f"{path} is missing, damaged, or no vector that --save-vector has written")
+            raise UserError(f"{path} is missing, damaged, or no vector that --save-vector of this version has written")
         concept, made_for, key = (str(arrays[name]) for name in cls._fields[:3])
         if made_for != weights_hash(model):
             raise UserError(f"{path} is a vector of another model, whose features mean other things: "
@@ -66,11 +66,11 @@ class Vector(NamedTuple):
         return cls(concept, made_for, key, *(torch.from_numpy(arrays[name]) for name in cls._fields[3:]))
 
 
-def steering_source(run, name=None, site="mlp_in", layer=0):
+def steering_source(run, name=None, site=None, layer=0):
     """The source that a model is steered with: the one named; else its own, or the stream after a layer."""
     if name is None and run.config.bottleneck == "none":
         d = run.config.d
-        return Source("stream", f"stream {layer}", "block_out", d, {layer: Neurons(d, d)})
+        return Source("stream", "stream", f"stream {layer}", "block_out", d, {layer: Neurons(d, d)})
     return open_source(run, "own" if name is None else name, site)
 
 
@@ -87,7 +87,7 @@ def steered(source, vector, alpha=1.0):
     """Arguments of a forward pass, or of generation, that is steered."""
     if vector is None:
         return {}
-    if source.name == "own":
+    if source.kind == "own":
         return source.edited(functools.partial(add_features, vector, alpha))
     rows = {layer: row for row, layer in enumerate(vector.layers.tolist())}
 
@@ -138,7 +138,7 @@ def contrast(run, source, concept, positive, negative, k=256, steps=100):
     for name, texts in (("positive", positive), ("negative", negative)):
         if not any(text.strip() for text in texts):
             raise UserError(f"there is no {name} text: the contrast needs some of both")
-    if source.name == "stream":
+    if source.kind == "stream":
         indices = torch.arange(source.m)[None]
         weights = mean_stream(run, source, positive) - mean_stream(run, source, negative)
     else:

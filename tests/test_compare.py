@@ -104,7 +104,8 @@ def test_losses_and_gradients_are_those_of_dictionary_learning(variant):
 
 @pytest.mark.parametrize("variant", ["topk", "batchtopk", "jumprelu"])
 def test_reconstruction_losses_and_gradients_are_those_of_saelens(variant):
-    """Its losses of dead features and of L0 are others; the rest is the same."""
+    """Its loss of dead features is another. Its L0 is that of step_on="z", but not squared: with the coefficient that
+    is the derivative of our square, the gradients are equal."""
     lens = pytest.importorskip("sae_lens", reason="SAELens is not installed")
     from sae_lens.saes.sae import TrainStepInput
     sae, x = ours(variant), inputs()
@@ -112,7 +113,8 @@ def test_reconstruction_losses_and_gradients_are_those_of_saelens(variant):
     if variant == "jumprelu":
         with torch.no_grad():
             sae.threshold.abs_().add_(0.01)  # it keeps them positive
-        config = lens.JumpReLUTrainingSAEConfig(l0_coefficient=0.0, jumprelu_bandwidth=0.001, **common)
+            sae.threshold[:200] = (x[0] @ sae.W_enc.T + sae.b_enc)[:200].clamp(min=0.01) + 0.0002  # close to many z
+        config = lens.JumpReLUTrainingSAEConfig(l0_coefficient=1.0, jumprelu_bandwidth=0.001, **common)
         other = lens.JumpReLUTrainingSAE(config)
     elif variant == "topk":
         other = lens.TopKTrainingSAE(lens.TopKTrainingSAEConfig(k=K, rescale_acts_by_decoder_norm=False, **common))
@@ -122,11 +124,14 @@ def test_reconstruction_losses_and_gradients_are_those_of_saelens(variant):
     names = {name: getattr(other, name) for name, _ in sae.named_parameters()}
     copy_weights(sae, names, {"W_enc"})
     coefficients = dict.fromkeys(other.get_coefficients(), 0.0)
-    wanted = other.training_forward_pass(TrainStepInput(x, coefficients, None, 0, False)).loss
-    wanted.backward()
-    found, _, _ = sae.loss(x, math.inf, penalty=0.0)
+    if variant == "jumprelu":
+        l0 = (sae.scores(x) > sae.threshold).sum(1).float().mean().item()
+        coefficients["l0"] = 2 * (l0 / K - 1) / K
+    wanted = other.training_forward_pass(TrainStepInput(x, coefficients, None, 0, False))
+    wanted.loss.backward()
+    found, error, _ = sae.loss(x, math.inf, step_on="z")
     found.backward()
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert error.item() == pytest.approx(wanted.losses["mse_loss"].item(), rel=1e-5)
     assert_same_gradients(sae, names, {"W_enc"})
 
 

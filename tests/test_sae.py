@@ -241,12 +241,12 @@ def test_every_source_reads_and_edits(world, name):
             assert not torch.equal(gone, plain)
             x = read_activations(run.model, tokens, "mlp_in", [1])[1]
             part, code = source.layers[1], codes[1]
-            nothing = part.decode(Code(code.indices, 0 * code.coefs), like=x)
+            nothing = Code(code.indices, 0 * code.coefs)
             block = run.model.blocks[1]
-            if source.name == "own":
-                read = nothing  # all that the MLP reads
+            if source.kind == "own":
+                read = part.decode(nothing, like=x)  # all that the MLP reads
             else:
-                read = x + nothing - part.decode(code, like=x)
+                read = x + part.decode(nothing) - part.decode(code)
                 read = read if block.bottleneck is None else block.bottleneck(read)
             written = block.mlp(read)
             stream = run.model(tokens, patch=lambda site, layer, value, written=written:
@@ -257,7 +257,8 @@ def test_every_source_reads_and_edits(world, name):
 def test_the_hash_control_is_rotated_untrained_and_fitted(world):
     run = open_run(str(world / "tiny"))
     source = open_source(run, "hash")
-    rows = sources.training_windows(run, sources.FITTED_ON)
+    tokens = data.Tokens(str(world / "data"), "train")
+    rows = tokens.batch(0, 0, sources.FITTED_ON // 32, 32)[:, :-1]
     x = read_activations(run.model, rows, "mlp_in", [0, 1])
     for layer, part in source.layers.items():
         own, R = run.model.blocks[layer].bottleneck, part.rotation
@@ -278,6 +279,33 @@ def test_the_hash_control_is_rotated_untrained_and_fitted(world):
     again = open_source(run, "hash")
     assert all(torch.equal(a.bottleneck.mean, b.bottleneck.mean)
                for a, b in zip(source.layers.values(), again.layers.values()))
+
+
+def test_the_hash_control_has_the_shape_of_the_bottleneck_or_there_is_none(world):
+    run = open_run(str(world / "tiny"))
+    flat = run._replace(config=dataclasses.replace(run.config, selection="flat", standardise=False))
+    source = open_source(flat, "hash")
+    part = source.layers[0].bottleneck
+    assert part.selection == "flat" and (part.var == 1).all() and source.key != open_source(run, "hash").key
+    wrong = run._replace(config=dataclasses.replace(run.config, bits=(10, 15)))
+    with pytest.raises(UserError, match="no hash control"):
+        open_source(wrong, "hash")
+
+
+@pytest.mark.parametrize("name", ["tiny", "dense"])
+def test_to_steer_is_to_add_features_whatever_the_source(world, name):
+    run = open_run(str(world / name))
+    tokens = features.prompt_tokens(run, "The sailor went home")
+    for source in all_sources(run):
+        layers = torch.tensor(sorted(source.layers))
+        indices, weights = torch.tensor([[3, 7]] * 2), torch.tensor([[2.0, -1.0]] * 2)
+        vector = steer.Vector("sea", "", source.key, layers, indices, weights)
+        with torch.no_grad():
+            one = run.model(tokens, **steer.steered(source, vector, 0.5))
+            two = run.model(tokens, **source.edited(lambda layer, code, vector=vector:
+                                                    steer.add_features(vector, 0.5, layer, code)))
+            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4, msg=source.name)
+            assert not torch.equal(one, run.model(tokens))
 
 
 def test_neurons_are_the_largest_coordinates():
@@ -350,7 +378,7 @@ def weights_of(dense, variants=VARIANTS):
 
 def test_a_training_leaves_what_it_says(world):
     about = json.loads((world / "dense" / "sae" / "jumprelu-mlp_in-1" / "config.json").read_text())
-    assert about["model"] == weights_hash(open_run(str(world / "dense")).model)
+    assert about["of"]["model"] == weights_hash(open_run(str(world / "dense")).model)
     assert (about["site"], about["layer"], about["m"], about["k"]) == ("mlp_in", 1, 64, 6)
     assert about["settings"]["steps"] == 24 and about["torch"]
     rows = json.loads((world / "dense" / "sae" / "report-mlp_in.json").read_text())["rows"]
@@ -411,6 +439,69 @@ def test_stopped_at_any_moment_and_continued_is_bit_equal(dense, stop):
     assert not os.path.exists(dense / "sae" / "matryoshka-mlp_in-1" / "config.json")
     training.main([str(dense), "--variant", "all", *SMALL])
     assert weights_of(dense) == before
+
+
+def test_an_interrupted_fresh_training_goes_on_and_takes_the_older_ones_place(dense, monkeypatch):
+    more = [*SMALL, "--layers", "1", "--seed", "7"]
+    with pytest.raises(UserError, match="seed"):
+        training.main([str(dense), *more])
+    with monkeypatch.context() as patched:
+        stop_after(9, patched)
+        training.main([str(dense), *more, "--fresh"])
+    folder = dense / "sae" / "topk-mlp_in-1"
+    assert os.path.exists(folder / "ckpt.pt") and not os.path.exists(folder / "config.json")
+    training.main([str(dense), *more])
+    assert load_sae(str(folder))[1]["settings"]["seed"] == 7 and not os.path.exists(folder / "ckpt.pt")
+    whole = (folder / "sae.safetensors").read_bytes()
+    training.main([str(dense), *more, "--fresh"])
+    assert (folder / "sae.safetensors").read_bytes() == whole
+
+
+def stop_after(step, monkeypatch):
+    """As if a signal came after so many steps of a training."""
+    update = training.Training.update
+
+    def counted(self, x):
+        update(self, x)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(training.Training, "update", counted)
+
+
+def test_trainings_at_different_steps_go_on_together(dense, monkeypatch):
+    before = weights_of(dense, ["topk", "batchtopk"])
+    for variant, step in (("topk", 5), ("batchtopk", 18)):
+        with monkeypatch.context() as patched:
+            stop_after(step, patched)
+            training.main([str(dense), "--variant", variant, *SMALL, "--fresh"])
+    training.main([str(dense), "--variant", "topk,batchtopk", *SMALL])
+    assert weights_of(dense, ["topk", "batchtopk"]) == before
+
+
+def test_other_data_is_another_training(dense, world, tmp_path):
+    shutil.copytree(world / "data", tmp_path / "data")
+    run = open_run(str(dense))
+    shutil.rmtree(tmp_path / "data")
+    data.prepare_toy(str(tmp_path / "data"), tokens=31_000)
+    config = dataclasses.asdict(run.config) | {"data": str(tmp_path / "data")}
+    save(str(dense / "best.pt"), {"config": config, "step": 0, "model": run.model.state_dict(),
+                                  "tokenizer": pack_tokenizer(load_tokenizer(str(tmp_path / "data")))})
+    assert "tokens (was" in refuse(dense, *SMALL)
+
+
+def test_a_report_of_two_runs_leaves_out_what_it_cannot_read(dense, world, capsys):
+    shutil.rmtree(dense / "sae" / "topk-mlp_in-0")
+    training.main([str(dense), *SMALL, "--layers", "0", "--width", "128"])  # another width than layer 1's
+    (dense / "sae" / "batchtopk-mlp_in-1" / "sae.safetensors").write_bytes(b"")
+    os.makedirs(dense / "sae" / "topk-mlp_in-old")
+    capsys.readouterr()
+    training.main([str(dense), "--report", "--against", str(world / "tiny"), "--eval-tokens", "512"])
+    assert "left out" in capsys.readouterr().out
+    rows = json.loads((dense / "sae" / "report-mlp_in.json").read_text())["rows"]
+    assert [row["features"] for row in rows if row["source"] == "topk-mlp_in"] == [128, 64]
+    assert [row["layer"] for row in rows if row["source"] == "batchtopk-mlp_in"] == [0]
+    own = [row for row in rows if row["source"] == "own"]
+    assert len(own) == 2 and all(row["recovered"] is None and row["run"] == "tiny" for row in own)
 
 
 # sae.py with a checkpoint after every step, and steps that take some time
@@ -486,7 +577,7 @@ def test_training_lowers_the_error_and_wakes_the_dead():
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_sae_survives_every_format(variant, form, tmp_path):
     sae, x = random_sae(variant).requires_grad_(False), points()
-    about = {"run": "out/x", "model": "0" * 32, "site": "mlp_in", "layer": 1}
+    about = {"run": "out/x", "of": {"model": "0" * 32}, "site": "mlp_in", "layer": 1}
     if form == "sparsify" and variant != "topk":
         with pytest.raises(UserError, match="topk SAEs only"):
             export_sae(sae, about, form, str(tmp_path / "there"))
@@ -502,7 +593,7 @@ def test_an_sae_survives_every_format(variant, form, tmp_path):
 
 def test_a_damaged_sae_is_noticed(tmp_path):
     folder = tmp_path / "sae"
-    save_sae(str(folder), random_sae("batchtopk"), {"model": "x", "site": "mlp_in", "layer": 0})
+    save_sae(str(folder), random_sae("batchtopk"), {"of": {"model": "x"}, "site": "mlp_in", "layer": 0})
     assert torch.equal(load_sae(str(folder))[0].W_enc, random_sae("batchtopk").W_enc)
     rng, whole, noticed = np.random.default_rng(0), files_of(folder), 0
     for name, raw in whole.items():
@@ -530,6 +621,11 @@ def test_an_imported_sae_is_a_source(dense, tmp_path, capsys):
         training.main([str(dense), "--import", str(tmp_path / "lens")])
     with pytest.raises(UserError, match="already"):
         training.main([str(dense), "--import", str(tmp_path / "lens"), "--layers", "1"])
+    with pytest.raises(UserError, match="was imported"):
+        training.main([str(dense), *SMALL])
+    capsys.readouterr()
+    training.main([str(dense), "--report", "--eval-tokens", "512"])
+    assert "topk-mlp_in" in capsys.readouterr().out
 
 
 def refuse(*arguments):
@@ -564,9 +660,15 @@ def test_bad_input_is_answered_with_a_sentence(world, dense, tmp_path):
         run.model.blocks[0].mlp.up.weight[0, 0] += 1
     with pytest.raises(UserError, match="other weights"):
         open_source(run, "topk")
-    save_sae(str(tmp_path / "wide"), SAE("topk", 64, 128, 4), {"model": "x", "site": "mlp_in", "layer": 0})
+    save_sae(str(tmp_path / "wide"), SAE("topk", 64, 128, 4), {"of": {"model": "x"}, "site": "mlp_in", "layer": 0})
     with pytest.raises(UserError, match="width 64"):
         open_source(run, str(tmp_path / "wide"))
+    with pytest.raises(UserError, match="of the site mlp_in"):
+        open_source(open_run(str(world / "dense")), str(world / "dense" / "sae" / "topk-mlp_in-0"), "mlp_out")
+    with pytest.raises(UserError, match="leave --site off"):
+        open_source(open_run(str(world / "tiny")), "own", "block_out")
+    with pytest.raises(UserError, match="--source and --site are for"):
+        sample.main([str(world / "tiny"), "--prompt", "The", "--source", "hash"])
     config = dataclasses.asdict(run.config) | {"data": str(tmp_path / "nothing")}
     save(str(dense / "best.pt"), {"config": config, "step": 0, "tokenizer": run.content["tokenizer"],
                                   "model": run.model.state_dict()})
