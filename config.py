@@ -40,6 +40,8 @@ class Config:
     variance_weight: float = 0.0            # weight of the variance loss (the paper's: 0.05)
     reconstruction_weight: float = 0.0      # weight of the reconstruction loss (the paper's: 0.1)
     n_min: int = 8                          # the variance loss counts features active on at least so many tokens
+    auxiliary_start: float = 0.0            # fraction of max_steps after which the two auxiliary losses begin
+    auxiliary_ramp: float = 0.0             # fraction of max_steps over which they then grow to their weights
 
     # The data
     data: str = "data/fineweb-edu"          # a folder made by data.py; data/toy is made when missing
@@ -232,7 +234,8 @@ def check(config):
                 f"{key}={value!r} must be one of {', '.join(map(repr, choices))}{suggest(value, choices, 0)}")
     for key, most in (("layers", 10 ** 4), ("context", 2 ** 24), ("vocab_size", 2 ** 24), ("batch_tokens", 2 ** 40)):
         require(getattr(config, key) <= most, f"{key}={getattr(config, key)} must be at most {most:,}")
-    require(0 <= config.decay_fraction <= 1, f"decay_fraction={config.decay_fraction} must lie in [0, 1]")
+    for key in ("decay_fraction", "auxiliary_start", "auxiliary_ramp"):
+        require(0 <= getattr(config, key) <= 1, f"{key}={getattr(config, key)} must lie in [0, 1]")
     nearest = min((2 ** t for t in range(3, 16)), key=lambda width: abs(width - config.d))
     require(config.d == nearest, f"d={config.d} must be a power of two from 8 to 32768: the nearest is {nearest}")
     divisor = min((h for h in range(1, config.d + 1) if config.d % h == 0), key=lambda h: abs(h - config.heads))

@@ -257,8 +257,9 @@ class GPT(nn.Module):
             cache.length += T
         return self.norm(x)
 
-    def forward(self, tokens, targets=None, edit=None, patch=None, cache=None, record=None):
+    def forward(self, tokens, targets=None, edit=None, patch=None, cache=None, record=None, auxiliary=True):
         weights = {"variance": self.config.variance_weight, "reconstruction": self.config.reconstruction_weight}
+        weights = weights if auxiliary else dict.fromkeys(weights, 0.0)
         if record is None and targets is not None and any(weights.values()):
             record = []
         x = self.hidden(tokens, edit, patch, cache, record)  # (B, T, d)
@@ -272,10 +273,10 @@ class GPT(nn.Module):
             losses["reconstruction"] = sum(reconstruction_loss(y, h) for _, y, h in record) / len(record)
         return losses
 
-    def total_loss(self, losses):
-        """What training lowers: lm, plus the auxiliary losses times their weights."""
-        return (losses["lm"] + self.config.variance_weight * losses.get("variance", 0)
-                + self.config.reconstruction_weight * losses.get("reconstruction", 0))
+    def total_loss(self, losses, share=1.0):
+        """What training lowers: lm, plus the auxiliary losses times their weights, or a share of these."""
+        return (losses["lm"] + share * self.config.variance_weight * losses.get("variance", 0)
+                + share * self.config.reconstruction_weight * losses.get("reconstruction", 0))
 
     @torch.no_grad()
     def generate(self, tokens, count, temperature=1.0, top_k=None, top_p=None, seed=0,

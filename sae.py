@@ -393,12 +393,12 @@ def print_rows(run, rows, first):
     if first:
         say(f"{run.path}: {rows[0]['tokens']:,} tokens of the validation split, loss {rows[0]['loss']:.4f}; "
             "in brackets 95% of bootstrap draws over windows")
-        say(f"{'source':<20}{'layer':>6}{'FVU':>25}{'L0':>8}{'dead':>8}{'loss recovered':>26}{'with x_hat':>12}"
+        say(f"{'source':<20}{'layer':>6}{'FVU':>25}{'L0':>8}{'dead':>8}{'loss recovered':>27}{'with x_hat':>12}"
             f"{'with 0':>9}")
     for row in rows:
         fvu, recovered = ("{:.4f} [{:.4f}, {:.4f}]".format(*row[key]) if row[key] else "-"
                           for key in ("fvu", "recovered"))
-        say(f"{row['source']:<20}{row['layer']:>6}{fvu:>25}{row['l0']:>8.1f}{row['dead']:>8.1%}{recovered:>26}"
+        say(f"{row['source']:<20}{row['layer']:>6}{fvu:>25}{row['l0']:>8.1f}{row['dead']:>8.1%}{recovered:>27}"
             f"{row['loss_spliced']:>12.4f}{row['loss_zero']:>9.4f}")
 
 

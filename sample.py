@@ -4,6 +4,7 @@
     python sample.py out/tiny --prompt "In 1436, a" --samples 3    streamed, token by token
     python sample.py out/tiny --interactive                        type prompts, change the steering, go on
     python sample.py out/tiny --prompt "The sailor" --features     the strongest features of each token
+    python sample.py out/tiny --top-features                       those that stand best for something, by a rule
     python sample.py out/tiny --feature 2:1234+                    what one feature fires on, and what it does
     python sample.py out/tiny --feature 2:1234+ --source hash      the same of another source: sources.py
     python sample.py out/tiny --steer sea --alphas 0,0.5,1,2       how far steering goes, and what it costs
@@ -27,6 +28,7 @@ import toyworld
 from checkpoint import newest_run, open_run
 from features import effect, find_parents, level_of, open_index, parse_feature, prompt_tokens
 from helpers import UserError, run_script, within
+from probe import describe_feature, top_features
 from sources import open_source, read_codes
 from steer import HELD_OUT, Vector, contrast, count_toy_words, perplexity, piece, steered, steering_source, text_of
 from tokenizer import END
@@ -261,6 +263,7 @@ def show_feature(run, source, name, options):
           f"{statistics.tokens:,} tokens ({len(positions) / statistics.tokens:.3%})")
     if not len(positions):
         return print("it never fires in this piece of data: there is nothing to show")
+    print(describe_feature(run, tokens, statistics.tokens, positions))
     hardest = (-coefs).argsort(kind="stable")[: options.top]
     before, after = ("\033[1;32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
     for coef, position in zip(coefs[hardest], positions[hardest].astype(int).tolist()):
@@ -362,6 +365,8 @@ def parse(arguments):
     look.add_argument("--features", action="store_true",
                       help="the strongest features of each token of the prompt, by layer")
     look.add_argument("--feature", metavar="LAYER:INDEX[+-]", help="what a feature fires on, and what it does")
+    look.add_argument("--top-features", action="store_true",
+                      help="toy world: the features that stand best for something, tested on unseen words")
     look.add_argument("--top", type=within(int, 1), default=5, metavar="N",
                       help="features of a token, contexts of a feature (5)")
     look.add_argument("--index-tokens", type=within(int, 1), default=2 ** 16, metavar="N",
@@ -394,15 +399,22 @@ def main(arguments):
     text = read_text(options.prompt_file) if options.prompt_file else options.prompt
     prompt = prompt_tokens(run, text or "")
     asked = (text, options.steer, options.vector, options.positive, options.negative, options.feature, options.features,
-             options.interactive, options.steer_eval)
+             options.top_features, options.interactive, options.steer_eval)
     if not any(asked) and is_toy(run.encoding):
         options.steer, options.alpha = "cars", 1.25 if options.alpha is None else options.alpha
         print(f"{run.path}, steered to speak of cars (python sample.py --help tells what else there is)\n")
     options.alpha = 1.0 if options.alpha is None else options.alpha
-    if options.feature or options.features:
+    if options.feature or options.features or options.top_features:
         source = open_source(run, "own" if options.source is None else options.source, options.site)
-        return show_feature(run, source, options.feature, options) if options.feature else \
+        if options.feature:
+            show_feature(run, source, options.feature, options)
+        elif options.features:
             show_features(run, source, prompt, options.top)
+        elif not is_toy(run.encoding):
+            raise UserError("--top-features needs a model of the toy world, where it is known what tokens are")
+        else:
+            top_features(run, source, options.index_tokens, options.top)
+        return
     if not any(asked[1:]) and (options.source or options.site):
         raise UserError("--source and --site are for --features, --feature and steering: leave them off, or add one")
     source = steering_source(run, options.source, options.site, options.layer)

@@ -337,16 +337,23 @@ def loop(run):
     return True
 
 
+def auxiliary_share(step, config):
+    """Of the weights of the auxiliary losses at step 0, 1, ...: 0 up to their start, then rising to 1."""
+    since = step + 1 - config.auxiliary_start * config.max_steps
+    return min(1.0, max(0.0, since / max(1.0, config.auxiliary_ramp * config.max_steps)))
+
+
 def train_step(run, forward, source, rate, asked):
     """One optimiser step: (loss, norm of the gradient, whether a signal asked any rank to stop)."""
     run.optimizer.scale_lr(rate)
+    share = auxiliary_share(run.step, run.config)
     seen = torch.zeros(2, dtype=torch.float64, device=run.device)  # lm loss; a signal to stop
     for micro in range(run.micros):
         batch = next(source)
         last = contextlib.nullcontext() if run.ranks == 1 or micro == run.micros - 1 else forward.no_sync()
         with last, run.autocast():
-            losses = forward(batch[:, :-1], batch[:, 1:])
-            (run.model.total_loss(losses) / run.micros).backward()
+            losses = forward(batch[:, :-1], batch[:, 1:], auxiliary=share > 0)
+            (run.model.total_loss(losses, share) / run.micros).backward()
         seen[0] += losses["lm"].detach().double() / run.micros / run.ranks
     seen[1] = len(asked)
     loss, leave = all_reduce(seen).tolist()

@@ -298,6 +298,27 @@ def test_dense_and_topk_train_too(arguments, bottleneck):
     assert ("l0" in rows[-1]) == (bottleneck == "topk")
 
 
+def test_auxiliary_losses_begin_when_they_should(arguments, monkeypatch):
+    """Up to their start a run is the one without them; from then on they weigh as the ramp says."""
+    config = configs.Config(max_steps=100, auxiliary_start=0.5, auxiliary_ramp=0.2)
+    shares = [train.auxiliary_share(step, config) for step in range(100)]
+    assert shares[:50] == [0.0] * 50 and shares[50] == pytest.approx(1 / 20) and shares[69:] == [1.0] * 31
+    assert train.auxiliary_share(0, configs.Config()) == 1.0
+    seen, weights = [], dict(variance_weight=0.05, reconstruction_weight=5.0, auxiliary_start=0.5, max_steps=6)
+    total = train.GPT.total_loss
+
+    def look(self, losses, share):
+        seen.append((sorted(losses), share))
+        return total(self, losses, share)
+    monkeypatch.setattr(train.GPT, "total_loss", look)
+    plain = go(arguments("plain", max_steps=6, log_every=1))
+    seen.clear()
+    late = go(arguments("late", log_every=1, **weights))
+    assert [row["loss"] for row in late[:4]] == [row["loss"] for row in plain[:4]]
+    assert late[4]["loss"] != plain[4]["loss"]
+    assert seen == [(["lm"], 0.0)] * 3 + [(["lm", "reconstruction", "variance"], 1.0)] * 3
+
+
 def test_evaluation_equals_its_definition(arguments, corpus):
     config = configs.load(arguments(eval_tokens=640))
     torch.manual_seed(0)

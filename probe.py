@@ -1,0 +1,432 @@
+"""What a feature stands for: the best single feature of each thing that the toy world knows, tested on unseen words.
+
+    python probe.py truth out/tiny                             own features, SAEs where there are some, the controls
+    python probe.py truth out/tiny --against out/tiny_gpt      and the SAEs of the dense twin, with its controls
+
+A feature stands for a class if, chosen on some of its members, it fires on the others. The words of the world are split
+into two halves. For each label the feature (an index with a sign) and the threshold with the best F1 on the tokens of
+one half are chosen, and its F1 on the tokens of the other half counts; then the halves change places, and the mean of
+both is reported. A random hash of well-separated clusters passes any test whose members it has seen; this one it can
+pass only by what the words of a class have in common.
+
+Labels, by group. Every token in the universe of a group has one of its labels, or none:
+  topic     32: the words of a topic                                         all tokens, split by word
+  kind      4: those that act, things, adjectives, verbs                     likewise
+  class     9: women, men, jobs, places, objects, events, praise, blame, years     likewise
+  pronoun   2: jobs mostly of women, of men                                  jobs, split by job
+  letter    first letters of at least 12 words                               words that a sentence spells, split by word
+  opinion   2: praise, blame                                                 ends of such sentences, split by adjective
+
+Of two labels a feature that always fires finds one with F1 0.67: what counts is the distance to the controls. F1 is the
+mean over the labels of a group; +- is half of the interval that holds 95% of bootstrap draws over words, the same draws
+for all sources, so that differences between two of them are paired. Purity: of features that fire on at least 20
+tokens, the share of the commonest label among the 20 strongest, the mean over features.
+"""
+import argparse
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+import toyworld
+from checkpoint import open_run, weights_hash
+from data import Tokens
+from dpb import unfold
+from helpers import UserError, progress, provenance, run_script, say, whole_number, write_json
+from model import GPT
+from sae import all_sources
+from sources import open_source, read_codes
+from steer import text_of
+from toyworld import is_toy
+
+TOP = 20      # of a feature, the tokens that its purity is about
+DRAWS = 400   # of the bootstrap
+
+
+# The truth about tokens
+
+
+class Group(NamedTuple):
+    name: str
+    labels: tuple      # their names
+    label: np.ndarray  # (N,) the number of each token's label, -1 for none
+    unit: np.ndarray   # (N,) the number of the word that the token counts for; -1 outside of the universe
+    half: np.ndarray   # (units,) 0 or 1
+
+
+def split_words(encoding):
+    """(words, halves): every text that a token may be, and its half. Each list of words is cut in two by itself."""
+    rng, half = np.random.default_rng(0), {}
+    lists = [words for topic in toyworld.TOPICS.values() for words in topic.values()]
+    lists += [*toyworld.WORDS.values(), toyworld.SHE, toyworld.HE, list(toyworld.YEARS)]
+    lists.append(sorted({text_of(encoding, [token]).strip() for token in range(encoding.n_vocab)}
+                        - {word for words in lists for word in words}))
+    for words in lists:
+        for place, number in enumerate(rng.permutation(len(words))):
+            half[words[number]] = place % 2
+    return list(half), np.array(list(half.values()))
+
+
+def groups_of(encoding, windows):
+    """The groups of labels of tokens (windows, T)."""
+    words, half = split_words(encoding)
+    number = {word: place for place, word in enumerate(words)}
+    text = [text_of(encoding, [token]).strip() for token in range(encoding.n_vocab)]
+    tokens = windows.flatten()
+    unit = np.array([number[word] for word in text])[tokens]
+
+    def by_word(name, members):
+        """A group whose labels are lists of words, {label: words}."""
+        of = {word: place for place, label in enumerate(members) for word in members[label]}
+        return Group(name, tuple(members), np.array([of.get(word, -1) for word in text])[tokens], unit, half)
+
+    def within(group, inside):
+        return group._replace(unit=np.where(inside, group.unit, -1), label=np.where(inside, group.label, -1))
+
+    topics = {topic: toyworld.concept_words(topic) for topic in toyworld.TOPICS}
+    kinds = {kind: [word for topic in toyworld.TOPICS.values() for word in topic[kind]]
+             for kind in ("agent", "thing", "adj", "verb")}
+    classes = {"she": toyworld.SHE, "he": toyworld.HE, **toyworld.WORDS, "year": toyworld.YEARS}
+    jobs = {"she": [job for job, share in toyworld.OCCUPATIONS.items() if share >= .8],
+            "he": [job for job, share in toyworld.OCCUPATIONS.items() if share <= .2]}
+    spelt = [word for words in topics.values() for word in words]
+    letters = {letter: [word for word in spelt if word[0] == letter] for letter in sorted({word[0] for word in spelt})}
+    letters = {letter: words for letter, words in letters.items() if len(words) >= 12}
+    words_of = np.array(text)[windows]
+    after_word = np.zeros(windows.shape, bool)
+    after_word[:, 1:] = words_of[:, :-1] == "word"
+    pronoun, letter = by_word("pronoun", jobs), by_word("letter", letters)
+    return (by_word("topic", topics), by_word("kind", kinds), by_word("class", classes),
+            within(pronoun, pronoun.label >= 0), within(letter, after_word.flatten() & np.isin(tokens, [
+                token for token, word in enumerate(text) if word in spelt])),
+            opinions(words_of, number, half))
+
+
+def opinions(words, number, half):
+    """The ends of sentences that praise or blame. words: (windows, T) texts of tokens."""
+    sign = {word: place for place, kind in enumerate(("good", "bad")) for word in toyworld.WORDS[kind]}
+    label, unit = np.full(words.shape, -1), np.full(words.shape, -1)
+    for row in range(len(words)):
+        found = None
+        for column, word in enumerate(words[row].tolist()):
+            found = word if word in sign else found
+            if word.startswith("."):
+                if found:
+                    label[row, column], unit[row, column] = sign[found], number[found]
+                found = None
+    return Group("opinion", ("praise", "blame"), label.flatten(), unit.flatten(), half)
+
+
+# Features against labels
+
+
+class Firings(NamedTuple):
+    """The active features of tokens, by feature, the strongest first: (E,) each."""
+    ids: np.ndarray
+    tokens: np.ndarray
+    strength: np.ndarray
+
+    def select(self, mask):
+        return Firings(*(part[mask] for part in self))
+
+    def starts(self):
+        """Of each entry, where its feature starts."""
+        first = np.r_[True, self.ids[1:] != self.ids[:-1]]
+        return np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))
+
+
+def firings(run, source, windows, batch=64):
+    """{layer: Firings} of a source on tokens (windows, T)."""
+    import torch
+    found = {layer: [] for layer in source.layers}
+    for start in range(0, len(windows), batch):
+        rows = torch.from_numpy(windows[start : start + batch]).to(run.model.embedding.weight.device)
+        for layer, code in read_codes(run.model, rows, source).items():
+            ids, strength = (part.flatten(0, 1).cpu().numpy() for part in unfold(code, source.m))
+            tokens, slots = (strength > 0).nonzero()
+            found[layer].append((ids[tokens, slots], tokens + start * windows.shape[1], strength[tokens, slots]))
+        progress(f"{source.name} {start + len(rows)}/{len(windows)}")
+    progress("")
+    result = {}
+    for layer in list(found):
+        ids, tokens, strength = (np.concatenate(parts) for parts in zip(*found.pop(layer)))
+        order = np.lexsort((-strength, ids))
+        result[layer] = Firings(ids[order], tokens[order], strength[order])
+    return result
+
+
+def choose(given, label, positives):
+    """(feature, threshold, F1): the best for a label. label: (E,) whether each entry's token has it."""
+    if not len(given.ids) or not positives:
+        return -1, np.inf, 0.0
+    starts, hits = given.starts(), np.cumsum(label)
+    right = hits - (hits - label)[starts]
+    score = 2 * right / (np.arange(1, len(hits) + 1) - starts + positives)
+    best = int(score.argmax())
+    return int(given.ids[best]), float(given.strength[best]), float(score[best])
+
+
+def test(given, group, half):
+    """For each label, chosen on one half and tested on the other: a dict, with counts of the test by unit, (units, 3):
+    found, wrongly found, missed."""
+    side = np.where(group.unit >= 0, group.half[group.unit], -1)  # (N,)
+    inside = given.select(side[given.tokens] == half)
+    others = given.select(side[given.tokens] == 1 - half)
+    units = len(group.half)
+    for number, name in enumerate(group.labels):
+        known, unseen = ((group.label == number) & (side == part) for part in (half, 1 - half))
+        feature, threshold, score = choose(inside, (group.label[inside.tokens] == number).astype(np.int64), known.sum())
+        fires = others.tokens[(others.ids == feature) & (others.strength >= threshold)]
+        found, wrong = (np.bincount(group.unit[fires[(group.label[fires] == number) == right]], minlength=units)
+                        for right in (True, False))
+        missed = np.bincount(group.unit[unseen], minlength=units) - found
+        yield {"label": name, "feature": feature, "threshold": threshold, "chosen": score,
+               "known": int(known.sum()), "unseen": int(unseen.sum())}, np.stack([found, wrong, missed], 1)
+
+
+def f1(counts):
+    """Of (..., 3) found, wrongly found, missed; NaN where there is nothing to find."""
+    found, wrong, missed = np.moveaxis(np.asarray(counts, float), -1, 0)
+    with np.errstate(invalid="ignore"):
+        return np.where(found + missed > 0, 2 * found / (2 * found + wrong + missed), np.nan)
+
+
+def mean(scores):
+    """Over the last axis, of those that are numbers; 0 where none is."""
+    there = ~np.isnan(scores)
+    return np.where(there, scores, 0).sum(-1) / np.maximum(1, there.sum(-1))
+
+
+def draws_of(units):
+    """Weights of words, (DRAWS, units): the same for every source."""
+    return np.random.default_rng(1).multinomial(units, np.full(units, 1 / units), DRAWS)
+
+
+def purity(given, group):
+    """The mean over features of the share of the commonest label among the TOP strongest tokens; and of how many."""
+    given = given.select(group.unit[given.tokens] >= 0)
+    if not len(given.ids):
+        return None, 0
+    starts = np.flatnonzero(np.r_[True, given.ids[1:] != given.ids[:-1]])
+    sizes = np.diff(np.r_[starts, len(given.ids)])
+    starts = starts[sizes >= TOP]
+    if not len(starts):
+        return None, 0
+    labels = group.label[given.tokens[starts[:, None] + np.arange(TOP)]]  # (features, TOP)
+    most = np.max([(labels == number).sum(1) for number in range(len(group.labels))], axis=0)
+    return float(most.mean() / TOP), len(starts)
+
+
+def measure(run, source, windows, groups, weights):
+    """Of each layer and group a row, and the bootstrap draws of its F1, (DRAWS,)."""
+    for layer, given in sorted(firings(run, source, windows).items()):
+        for group in groups:
+            details, counts = zip(*(pair for half in (0, 1) for pair in test(given, group, half)))
+            counts = np.stack(counts).astype(float)  # (labels of both halves, units, 3)
+            scores, drawn = f1(counts.sum(1)), mean(f1(np.einsum("du,luc->dlc", weights, counts)))
+            for detail, score in zip(details, scores):
+                detail["f1"] = None if np.isnan(score) else float(score)
+            pure, of = purity(given, group)
+            low, high = np.quantile(drawn, [0.025, 0.975])
+            yield {"source": source.name, "layer": layer, "group": group.name, "f1": float(mean(scores)),
+                   "low": float(low), "high": float(high), "labels": len(group.labels),
+                   "n": int((group.label >= 0).sum()), "purity": pure, "features": of, "details": details}, drawn
+
+
+# Names for features
+
+
+def describe_feature(run, tokens, count, positions):
+    """A line on what a feature stands for that fires at these of the first `count` validation tokens.
+
+    On the toy world, the label with the best F1 in every other window, and how well it does in the rest; elsewhere, the
+    tokens that it is most specific to: those whose odds, of all where it fires, exceed by most their odds elsewhere.
+    """
+    context = run.config.context
+    windows = tokens.windows(range(count // context), context)[:, :-1].numpy()
+    fires = np.zeros(windows.size, bool)
+    fires[positions.astype(np.int64)] = True
+    if not is_toy(run.encoding):
+        return specific_tokens(run.encoding, windows.flatten(), fires)
+    odd = np.arange(windows.size) // context % 2 == 1
+    groups = groups_of(run.encoding, windows)
+
+    def counts(group, number, part):
+        label, inside = group.label == number, part & (group.unit >= 0)
+        return [int((inside & mask).sum()) for mask in (fires & label, fires & ~label, ~fires & label)]
+
+    scored = [(f1(counts(group, number, ~odd)), group, number)
+              for group in groups for number in range(len(group.labels))]
+    _, group, number = max(scored, key=lambda item: np.nan_to_num(item[0]))
+    found, wrong, missed = counts(group, number, odd)
+    return (f"best label: {group.name} {group.labels[number]}, precision {found / max(1, found + wrong):.2f}, recall "
+            f"{found / max(1, found + missed):.2f} (chosen in every other window, tested in the rest: "
+            f"{found + wrong:,} firings, {found + missed:,} tokens with the label)")
+
+
+def specific_tokens(encoding, tokens, fires, top=5):
+    there, everywhere = (np.bincount(part, minlength=encoding.n_vocab) for part in (tokens[fires], tokens))
+    elsewhere = everywhere - there
+    odds = [np.log((part + 0.5) / (part.sum() - part + 0.5)) for part in (there, elsewhere)]
+    best = np.argsort(-(odds[0] - odds[1]) * (there > 0), kind="stable")[:top]
+    return "most specific to: " + ", ".join(
+        f"{text_of(encoding, [token])!r} ({there[token]:,} of {everywhere[token]:,})" for token in best if there[token])
+
+
+def top_features(run, source, count, top):
+    """The features that stand best for some label: see the lines it prints for the rule."""
+    context = run.config.context
+    tokens = Tokens(run.config.data, "val")
+    windows = tokens.windows(range(min(tokens.count(context), max(1, count // context))), context)[:, :-1].numpy()
+    groups = groups_of(run.encoding, windows)
+    best = {}  # of each source: (layer, group, label, half): (F1 where chosen, F1 on unseen words, feature)
+    for name, given_source in (("own", source), ("hash", open_source(run, "hash"))):
+        best[name] = {(layer, group.name, detail["label"], half):
+                      (detail["chosen"], float(np.nan_to_num(f1(counts.sum(0)))), detail["feature"])
+                      for layer, given in sorted(firings(run, given_source, windows).items())
+                      for group in groups for half in (0, 1) for detail, counts in test(given, group, half)
+                      if min(detail["known"], detail["unseen"]) >= 100}  # fewer tokens fit some feature by chance
+    ranked, seen = [], set()
+    for key, (chosen, unseen, feature) in sorted(best["own"].items(), key=lambda item: -item[1][0]):
+        layer, group, label, _ = key
+        if (layer, feature) not in seen and feature >= 0:
+            seen.add((layer, feature))
+            name = f"{layer}:{feature % source.m}{'+-'[feature // source.m]}"
+            ranked.append((name, f"{group} {label}", chosen, unseen, best["hash"].get(key, (0, 0))[1]))
+    good = sum(unseen >= 0.5 for _, _, _, unseen, _ in ranked)
+    print(f"{source.name}, {windows.size:,} tokens of the validation split. For each label of the toy world with at "
+          "least 100 tokens in each half\nof its words, the feature with the best F1 on one half; of these the best by "
+          "that F1. Beside it F1 on the other half, which\nchose nothing, and that of the feature of the hash control "
+          "that is chosen in the same way.")
+    print(f"{'feature':<12}{'label':<20}{'F1, chosen':>12}{'unseen words':>14}{'hash':>8}")
+    for name, label, chosen, unseen, control in ranked[:top]:
+        print(f"{name:<12}{label:<20}{chosen:>12.2f}{unseen:>14.2f}{control:>8.2f}")
+    every = source.m * len(source.layers) * (1 if source.kind == "sae" else 2)
+    print(f"{good:,} features of {every:,} are such a choice with F1 of at least 0.5 on "
+          "unseen words: most stand for nothing that has a name here")
+
+
+# The command
+
+
+def sources_of(run, wanted):
+    """The sources of a run before its MLPs, by name."""
+    for source in all_sources(run, "mlp_in", weights_hash(run.model)):
+        if wanted is None or source.name.partition("-")[0] in wanted:
+            yield source
+
+
+def random_weights(run):
+    """The hash of an untrained model's activations."""
+    config = run.config
+    untrained = run._replace(model=GPT(config).to(run.model.embedding.weight.device).eval())
+    return untrained, open_source(untrained, "hash")._replace(name="random weights")
+
+
+def truth(options):
+    runs = [open_run(path, options.device) for path in (options.run, *options.against)]
+    for run in runs:
+        if not is_toy(run.encoding):
+            raise UserError(f"{run.path} was not trained on the toy world, whose truth is known: this needs a run of "
+                            "configs/tiny.py or another on data/toy")
+        if run.content["tokenizer"]["id"] != runs[0].content["tokenizer"]["id"]:
+            raise UserError(f"{run.path} has another tokenizer than {runs[0].path}: train both on the same data")
+    wanted = options.sources.split(",") if options.sources else None
+    context = min(run.config.context for run in runs)
+    tokens = Tokens(runs[0].config.data, "val")
+    count = min(tokens.count(context), max(1, options.tokens // context))
+    windows = tokens.windows(range(count), context)[:, :-1].numpy()
+    groups = groups_of(runs[0].encoding, windows)
+    weights = draws_of(len(groups[0].half))
+    say(f"{count * context:,} tokens of the validation split of {runs[0].config.data}; F1 on unseen words, +- half of "
+        "the interval that holds 95% of draws")
+    say(f"{'run':<14}{'source':<20}{'layer':>5}" + "".join(f"{group.name:>12}" for group in groups)
+        + f"{'purity: topic, kind, class':>30}")
+    rows, drawn = [], {}
+    for run in runs:
+        name = os.path.basename(os.path.dirname(os.path.abspath(run.path)))
+        found = [(run, source) for source in sources_of(run, wanted)]
+        if run is runs[0] and (wanted is None or "random" in wanted):
+            found.append(random_weights(run))
+        for model_run, source in found:
+            for row, draws in measure(model_run, source, windows, groups, weights):
+                row["run"] = name
+                drawn[name, source.name, row["layer"], row["group"]] = row["f1"], draws
+                rows.append(row)
+                if row["group"] == groups[-1].name:
+                    print_layer(rows[-len(groups):])
+    print_differences(drawn, groups, os.path.basename(os.path.dirname(os.path.abspath(runs[0].path))))
+    about = {"weights": {run.path: weights_hash(run.model) for run in runs}, "tokens": count * context,
+             "configs": {run.path: vars(run.config) for run in runs}, **provenance()}
+    path = os.path.join(os.path.dirname(runs[0].path), "truth.json")
+    write_json(path, {"rows": rows, **about}, indent=1)
+    picture = path.removesuffix(".json") + ".png"
+    draw(rows, picture)
+    say(f"written to {path} and {picture}")
+
+
+def print_layer(rows):
+    cells = "".join(f"{row['f1']:.2f} +-{(row['high'] - row['low']) / 2:.2f}".rjust(12) for row in rows)
+    pure = " ".join(f"{row['purity']:.2f}" if row["purity"] is not None else "-" for row in rows[:3])
+    say(f"{rows[0]['run']:<14}{rows[0]['source']:<20}{rows[0]['layer']:>5}{cells}{pure:>30}")
+
+
+def print_differences(drawn, groups, name):
+    """What the first run's own features have over the hash of the same activations: the mean over layers."""
+    layers = sorted({layer for run, source, layer, _ in drawn if (run, source) == (name, "own")})
+    if not layers or not any(source.startswith("hash") and run == name for run, source, _, _ in drawn):
+        return
+    say("own less hash, the mean over layers, with the interval of paired draws:")
+    for group in groups:
+        pairs = [[drawn[name, source, layer, group.name] for layer in layers] for source in ("own", "hash-mlp_in")]
+        value = np.mean([own[0] - control[0] for own, control in zip(*pairs)])
+        low, high = np.quantile(np.mean([own[1] - control[1] for own, control in zip(*pairs)], axis=0), [0.025, 0.975])
+        say(f"  {group.name:<10}{value:+.3f} [{low:+.3f}, {high:+.3f}]")
+
+
+def draw(rows, path):
+    """A row for each source, a column for each group of labels, a bar for each layer."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys((row["run"], row["source"]) for row in rows))
+    groups = list(dict.fromkeys(row["group"] for row in rows))
+    figure, panels = plt.subplots(len(names), len(groups), figsize=(1.7 * len(groups) + 2, 0.9 * len(names) + 1),
+                                  layout="constrained", sharex="col", sharey=True, squeeze=False)
+    for line, name in zip(panels, names):
+        control = name[1].startswith(("hash", "neurons", "random"))
+        for axes, group in zip(line, groups):
+            own = [row for row in rows if (row["run"], row["source"]) == name and row["group"] == group]
+            value = np.array([row["f1"] for row in own])
+            error = np.abs(np.array([[row["low"], row["high"]] for row in own]).T - value)
+            axes.bar([str(row["layer"]) for row in own], value, yerr=error, color="0.7" if control else "C0", capsize=2)
+            axes.set_ylim(0, 1)
+            axes.grid(alpha=0.3, axis="y")
+        line[0].set_ylabel(f"{name[0]}\n{name[1]}", rotation=0, ha="right", va="center")
+    for axes, group in zip(panels[0], groups):
+        axes.set_title(group)
+    figure.supxlabel("layer")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(prog="probe.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
+    commands = parser.add_subparsers(dest="command", required=True)
+    known = commands.add_parser("truth", help="single features against what the toy world knows")
+    known.add_argument("run", help="a run's folder or checkpoint")
+    known.add_argument("--against", nargs="+", default=[], metavar="RUN", help="other runs, such as the dense twin")
+    known.add_argument("--sources", metavar="A,B", help="only these: own, hash, neurons, random, variants of SAE (all)")
+    known.add_argument("--tokens", type=whole_number, default=2 ** 16, metavar="N", help="validation tokens (65536)")
+    known.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    return parser.parse_args(arguments)
+
+
+def main(arguments):
+    truth(parse(arguments))
+
+
+if __name__ == "__main__":
+    run_script(main)
