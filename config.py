@@ -37,6 +37,7 @@ class Config:
     children: tuple[int, ...] = (256,)      # D_l: children scored per parent, levels 1, 2, ...
     standardise: bool = True                # scores by their running mean and variance; False is an ablation
     selection: str = "hierarchical"         # or "flat": the best of all features, without parents and children
+    fade: float = 0.0                       # fraction of max_steps over which the bottleneck fades in; 0: at once
     variance_weight: float = 0.0            # weight of the variance loss (the paper's: 0.05)
     reconstruction_weight: float = 0.0      # weight of the reconstruction loss (the paper's: 0.1)
     n_min: int = 8                          # the variance loss counts features active on at least so many tokens
@@ -234,7 +235,7 @@ def check(config):
                 f"{key}={value!r} must be one of {', '.join(map(repr, choices))}{suggest(value, choices, 0)}")
     for key, most in (("layers", 10 ** 4), ("context", 2 ** 24), ("vocab_size", 2 ** 24), ("batch_tokens", 2 ** 40)):
         require(getattr(config, key) <= most, f"{key}={getattr(config, key)} must be at most {most:,}")
-    for key in ("decay_fraction", "auxiliary_start", "auxiliary_ramp"):
+    for key in ("decay_fraction", "fade", "auxiliary_start", "auxiliary_ramp"):
         require(0 <= getattr(config, key) <= 1, f"{key}={getattr(config, key)} must lie in [0, 1]")
     nearest = min((2 ** t for t in range(3, 16)), key=lambda width: abs(width - config.d))
     require(config.d == nearest, f"d={config.d} must be a power of two from 8 to 32768: the nearest is {nearest}")

@@ -90,6 +90,8 @@ class Block(nn.Module):
         self.norm1, self.attention = nn.RMSNorm(config.d), Attention(config.d, config.heads)
         self.norm2, self.mlp = nn.RMSNorm(config.d), MLP(config.d)
         self.parity = self.topk = None
+        self.fading = False  # in training, while the bottleneck is not yet all that counts: fade_in
+        self.register_buffer("share", torch.ones(()), persistent=False)
         if config.bottleneck == "parity":
             self.parity = DeepParityBottleneck(config.d, config.bits, config.active, config.children,
                                                seed=config.seed * 1000 + layer, standardise=config.standardise,
@@ -125,6 +127,8 @@ class Block(nn.Module):
         if edit is not None:
             code = edit(self.layer, code)
         y = self.bottleneck.decode(code, like=h)
+        if self.training and self.fading:
+            y = torch.lerp(h, y, self.share.to(h.dtype))
         if record is not None:
             record.append((code, y, h))
         return y
@@ -241,6 +245,12 @@ class GPT(nn.Module):
         for block in self.blocks:
             if block.topk is not None:  # a dictionary starts as its own inverse, nearly
                 block.topk.decoder.copy_(block.topk.encoder)
+
+    def fade_in(self, share):
+        """In training, bottlenecks let h + share (y - h) through, from now on; in evaluation always y alone."""
+        for block in self.blocks:
+            block.fading = share < 1
+            block.share.fill_(share)  # a tensor: a compiler would take a number for a constant
 
     def count_parameters(self):
         return sum(weight.numel() for weight in self.parameters())

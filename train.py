@@ -247,7 +247,7 @@ def resume(run, checkpoint):
     if config.init_from:
         with all_or_none():
             content = load(checkpoint_path(config.init_from)) if run.rank == 0 else None
-        needed = content and {key: content[key] for key in ("tokenizer", "model")}
+        needed = content and {key: content[key] for key in ("tokenizer", "model", "config")}
         take_weights(run, send(needed, run.device), config.init_from)
     return True
 
@@ -289,8 +289,11 @@ def take_weights(run, content, path):
     if content["tokenizer"]["id"] != run.tokens.tokenizer_id:
         raise UserError(f"{path} was trained on data of another tokenizer than {run.config.data}'s: "
                         "prepare the data with its tokenizer (data.py text --tokenizer DIR)")
-    load_weights(run.model, content["model"], path)
-    say(f"starting from the weights of {path}")
+    weights, dense = content["model"], content["config"].get("bottleneck") == "none"
+    if dense and run.config.bottleneck == "parity":  # which has no weights, but moments and generators of its own
+        weights = {name: value for name, value in run.model.state_dict().items() if ".parity." in name} | weights
+    load_weights(run.model, weights, path)
+    say(f"starting from the weights of {path}" + ", a dense model" * (dense and run.config.bottleneck == "parity"))
 
 
 # The loop
@@ -347,6 +350,7 @@ def train_step(run, forward, source, rate, asked):
     """One optimiser step: (loss, norm of the gradient, whether a signal asked any rank to stop)."""
     run.optimizer.scale_lr(rate)
     share = auxiliary_share(run.step, run.config)
+    run.model.fade_in(min(1.0, (run.step + 1) / max(1.0, run.config.fade * run.config.max_steps)))
     seen = torch.zeros(2, dtype=torch.float64, device=run.device)  # lm loss; a signal to stop
     for micro in range(run.micros):
         batch = next(source)

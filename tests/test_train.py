@@ -21,6 +21,7 @@ import data
 import helpers
 import plot
 import train
+from checkpoint import open_run
 from helpers import UserError
 from ranks import store_of_this_attempt
 
@@ -289,6 +290,27 @@ def test_fine_tuning_starts_from_the_weights_of_another_run(arguments):
         go(arguments("wrong", init_from=configs.load(arguments("first")).out, bottleneck="none", layers=1))
     with pytest.raises(UserError, match="holds no checkpoint"):
         go(arguments("none", init_from="nowhere"))
+
+
+def test_a_dense_model_becomes_a_parity_model(arguments):
+    """Its weights are taken, the bottleneck fades in, and what is evaluated and saved has it whole."""
+    go(arguments("dense", bottleneck="none", max_steps=30))
+    dense = configs.load(arguments("dense")).out
+    rows = go(arguments("converted", init_from=dense, fade=0.5, max_steps=20, log_every=1, muon_lr=1e-3))
+    scratch = go(arguments("scratch", max_steps=20, log_every=1))
+    assert rows[0]["loss"] < scratch[0]["loss"] - 0.3
+    run = open_run(configs.load(arguments("converted")).out)
+    assert run.config.bottleneck == "parity" and not run.model.blocks[0].fading
+    batch = data.Tokens(run.config.data, "val").windows(range(4), run.config.context)
+    model = run.model
+    whole = model(batch[:, :-1])
+    model.fade_in(0.0)
+    assert torch.equal(model(batch[:, :-1]), whole)  # in evaluation
+    plain = train.GPT(dataclasses.replace(run.config, bottleneck="none")).eval()
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if name in plain.state_dict()})
+    torch.testing.assert_close(model.train()(batch[:, :-1]), plain(batch[:, :-1]))  # nothing of it yet
+    model.fade_in(1.0)
+    torch.testing.assert_close(model(batch[:, :-1]), whole)
 
 
 @pytest.mark.parametrize("bottleneck", ["none", "topk"])
