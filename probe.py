@@ -23,6 +23,7 @@ for all sources, so that differences between two of them are paired. Purity: of 
 tokens, the share of the commonest label among the 20 strongest, the mean over features.
 """
 import argparse
+import functools
 import os
 from typing import NamedTuple
 
@@ -197,6 +198,7 @@ def mean(scores):
     return np.where(there, scores, 0).sum(-1) / np.maximum(1, there.sum(-1))
 
 
+@functools.cache
 def draws_of(units):
     """Weights of words, (DRAWS, units): the same for every source."""
     return np.random.default_rng(1).multinomial(units, np.full(units, 1 / units), DRAWS)
@@ -217,13 +219,13 @@ def purity(given, group):
     return float(most.mean() / TOP), len(starts)
 
 
-def measure(run, source, windows, groups, weights):
+def measure(run, source, windows, groups):
     """Of each layer and group a row, and the bootstrap draws of its F1, (DRAWS,)."""
     for layer, given in sorted(firings(run, source, windows).items()):
         for group in groups:
             details, counts = zip(*(pair for half in (0, 1) for pair in test(given, group, half)))
             counts = np.stack(counts).astype(float)  # (labels of both halves, units, 3)
-            scores, drawn = f1(counts.sum(1)), mean(f1(np.einsum("du,luc->dlc", weights, counts)))
+            scores, drawn = f1(counts.sum(1)), mean(f1(np.einsum("du,luc->dlc", draws_of(len(group.half)), counts)))
             for detail, score in zip(details, scores):
                 detail["f1"] = None if np.isnan(score) else float(score)
             pure, of = purity(given, group)
@@ -337,7 +339,6 @@ def truth(options):
     count = min(tokens.count(context), max(1, options.tokens // context))
     windows = tokens.windows(range(count), context)[:, :-1].numpy()
     groups = groups_of(runs[0].encoding, windows)
-    weights = draws_of(len(groups[0].half))
     say(f"{count * context:,} tokens of the validation split of {runs[0].config.data}; F1 on unseen words, +- half of "
         "the interval that holds 95% of draws")
     say(f"{'run':<14}{'source':<20}{'layer':>5}" + "".join(f"{group.name:>12}" for group in groups)
@@ -349,7 +350,7 @@ def truth(options):
         if run is runs[0] and (wanted is None or "random" in wanted):
             found.append(random_weights(run))
         for model_run, source in found:
-            for row, draws in measure(model_run, source, windows, groups, weights):
+            for row, draws in measure(model_run, source, windows, groups):
                 row["run"] = name
                 drawn[name, source.name, row["layer"], row["group"]] = row["f1"], draws
                 rows.append(row)
