@@ -202,7 +202,6 @@ out/run/eval.json : eval.py out/run --tasks val : stdout out/run/eval.json
 out/run/features.npz : sample.py out/run --feature 0:3+ : stdout
 out/dense/sae/topk-mlp_in-0/sae.safetensors : sample.py out/dense --features --prompt The --source topk : stdout
 out/dense/sae/topk-mlp_in-1/config.json : sample.py out/dense --features --prompt The --source topk : stdout
-out/dense/sae/topk-mlp_in-0/sae.safetensors : sae.py out/dense --report --eval-tokens 64 : stdout
 vector.npz : sample.py out/run --tokens 5 --samples 1 --vector vector.npz : stdout
 data/world/state.json : data.py info data/world : stdout
 data/world/state.json : data.py check data/world : stdout
