@@ -46,7 +46,7 @@ from helpers import (
 )
 from model import PATCH_SITES
 from optim import schedule
-from ranks import all_or_none, all_reduce, barrier, leave_ranks, start_ranks
+from ranks import all_or_none, all_reduce, barrier, is_first_of_node, leave_ranks, start_ranks
 from sae_files import FORMATS, export_sae, import_sae, is_sae, load_sae, save_sae, variant_folder
 from score import Request, Scorer
 from sources import check_sae, open_source, read_activations
@@ -80,7 +80,7 @@ class Settings:
 
     def dead_after(self):
         """Tokens without firing that make a feature dead: 10 million, or an eighth of a shorter training."""
-        return min(10 ** 7, self.steps * self.batch_tokens // 8)
+        return min(10 ** 7, max(1, self.steps * self.batch_tokens // 8))
 
 
 class Training:
@@ -250,7 +250,7 @@ def tell(step, trainings, left):
 
 
 def open_tokens(run, split):
-    tokens = Tokens(run.config.data, split, verify=False)
+    tokens = Tokens(run.config.data, split, verify=is_first_of_node())
     if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
         raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
     return tokens
