@@ -388,7 +388,7 @@ def losses_of(path, device, steps, changes, folder):
     """The losses of the first steps of tiny, in float32 throughout."""
     torch.set_float32_matmul_precision("highest")
     here = os.path.dirname(os.path.abspath(__file__))
-    config = configs.load([os.path.join(here, "configs", "tiny.py"), *changes])
+    config = configs.load([os.path.join(here, "configs", "tiny_plain.py"), *changes])
     tokens, model = data.Tokens(folder, "train"), GPT(config).to(device)
     rule, losses = MuonAdam(*split_parameters(model), config.muon_lr, config.adam_lr), []
     rule.dtype = torch.float32  # a GPU's updates are bfloat16 otherwise
