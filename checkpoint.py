@@ -181,7 +181,7 @@ def newest_run(folder="out"):
     found = glob.glob(os.path.join(folder, "*", "best.pt"))
     if not found:
         raise UserError(f"there is no checkpoint in {folder}/ yet: python train.py configs/tiny.py makes one in about "
-                        "5 minutes")
+                        "6 minutes")
     return os.path.dirname(max(found, key=os.path.getmtime))
 
 
