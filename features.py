@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from checkpoint import weights_hash
-from data import Tokens
 from dpb import Code, unfold
 from helpers import Progress, UserError, first_line, whole_file
 from ranks import all_reduce
-from sources import read_codes
+from sources import open_tokens, read_codes
 from tokenizer import encode
 
 
@@ -128,9 +127,7 @@ def gather(model, source, tokens, windows, batch=16):
 
 def open_index(run, source, most=2 ** 16, say=print):
     """The Index of a source over at most `most` tokens of validation data: the stored one if it is of these weights."""
-    tokens = Tokens(run.config.data, "val")
-    if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
-        raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
+    tokens = open_tokens(run, "val")
     windows = min(tokens.count(run.config.context), max(1, most // run.config.context))
     key = f"{weights_hash(run.model)} {source.key} {len(tokens)} {windows * run.config.context}"
     name = "features.npz" if source.kind == "own" else f"features-{source.name}.npz"

@@ -31,12 +31,11 @@ import numpy as np
 
 import toyworld
 from checkpoint import open_run, weights_hash
-from data import Tokens
 from dpb import unfold
 from helpers import UserError, progress, provenance, run_script, say, whole_number, write_json
 from model import GPT
 from sae import all_sources
-from sources import open_source, read_codes
+from sources import open_source, open_tokens, read_codes
 from steer import text_of
 from toyworld import is_toy
 
@@ -278,7 +277,7 @@ def specific_tokens(encoding, tokens, fires, top=5):
 def top_features(run, source, count, top):
     """The features that stand best for some label: see the lines it prints for the rule."""
     context = run.config.context
-    tokens = Tokens(run.config.data, "val")
+    tokens = open_tokens(run, "val")
     windows = tokens.windows(range(min(tokens.count(context), max(1, count // context))), context)[:, :-1].numpy()
     groups = groups_of(run.encoding, windows)
     best = {}  # of each source: (layer, group, label, half): (F1 where chosen, F1 on unseen words, feature)
@@ -335,7 +334,7 @@ def truth(options):
             raise UserError(f"{run.path} has another tokenizer than {runs[0].path}: train both on the same data")
     wanted = options.sources.split(",") if options.sources else None
     context = min(run.config.context for run in runs)
-    tokens = Tokens(runs[0].config.data, "val")
+    tokens = open_tokens(runs[0], "val")
     count = min(tokens.count(context), max(1, options.tokens // context))
     windows = tokens.windows(range(count), context)[:, :-1].numpy()
     groups = groups_of(runs[0].encoding, windows)

@@ -29,7 +29,6 @@ import torch
 
 from autoencoder import SAE, VARIANTS, geometric_median
 from checkpoint import Run, load_file, open_run, save, send, weights_hash
-from data import Tokens
 from helpers import (
     UserError,
     bootstrap,
@@ -49,7 +48,7 @@ from optim import schedule
 from ranks import all_or_none, all_reduce, barrier, is_first_of_node, leave_ranks, start_ranks
 from sae_files import FORMATS, export_sae, import_sae, is_sae, load_sae, save_sae, variant_folder
 from score import Request, Scorer
-from sources import check_sae, open_source, read_activations
+from sources import check_sae, open_source, open_tokens, read_activations
 from toyworld import is_toy
 
 LONG = 20_000   # steps of the paper's trainings; a shorter one has as much shorter warm-ups and averages
@@ -247,13 +246,6 @@ def tell(step, trainings, left):
             ("{:.3f}", "{:.1f}", "{:.1%}"), zip(*(word or (0, 0, 0) for word in words)))]
         fvu, l0, dead = map(" ".join, columns)
         say(f"  {variant:<11} FVU {fvu}   L0 {l0}   dead {dead}")
-
-
-def open_tokens(run, split):
-    tokens = Tokens(run.config.data, split, verify=is_first_of_node())
-    if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
-        raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
-    return tokens
 
 
 def plan(run, of, options):
@@ -508,7 +500,7 @@ def make(run, options, rank, ranks):
     device = run.model.embedding.weight.device
     with contextlib.ExitStack() as held:
         with all_or_none():
-            tokens = open_tokens(run, "train")
+            tokens = open_tokens(run, "train", is_first_of_node())
             of = {"model": weights_hash(run.model), "tokens": tokens.identity()}
             if rank == 0:
                 held.enter_context(locked(os.path.join(os.path.dirname(run.path), "sae"), ""))

@@ -240,12 +240,18 @@ def check_sae(run, folder, sae, about, weights):
         raise UserError(f"{folder} is of layer {about.get('layer')}, {about.get('site')}, which this model has not")
 
 
+def open_tokens(run, split, verify=True):
+    """The tokens that a run was trained or evaluated on."""
+    tokens = Tokens(run.config.data, split, verify=verify)
+    if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
+        raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
+    return tokens
+
+
 def fit_hashes(run, site):
     """The hash control of every layer, {layer: Rotated}, the same for the same weights and data; and its key."""
     config, device = run.config, run.model.embedding.weight.device
-    tokens, context, layers = Tokens(config.data, "train", verify=False), config.context, range(config.layers)
-    if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
-        raise UserError(f"{config.data} was made with another tokenizer than this model's: prepare its data again")
+    tokens, context, layers = open_tokens(run, "train", verify=False), config.context, range(config.layers)
     shape = {key: getattr(config, key) for key in ("bits", "active", "children", "standardise", "selection")}
     try:  # seeds far from those of models, config.seed * 1000 + layer
         parts = {layer: Rotated(config.d, seed=2 ** 61 + layer, **shape).to(device) for layer in layers}

@@ -19,7 +19,7 @@ from autoencoder import SAE, VARIANTS  # noqa: E402
 from checkpoint import open_run  # noqa: E402
 from data import Tokens  # noqa: E402
 from sae_files import export_sae, import_sae  # noqa: E402
-from sources import read_activations  # noqa: E402
+from sources import open_tokens, read_activations  # noqa: E402
 
 D, M, K, N = 32, 256, 8, 64
 
@@ -142,7 +142,7 @@ def dense_code(code, m):
     return torch.zeros(len(code.indices), m).scatter(1, code.indices, code.coefs)
 
 
-def both_ways(variant, form, tmp_path, load):
+def check_both_ways(variant, form, tmp_path, load):
     """Exported, loaded by its library, and imported again: the same codes and reconstructions."""
     sae, x = ours(variant).requires_grad_(False), inputs()
     export_sae(sae, {"run": "out/x", "site": "mlp_in", "layer": 1}, form, str(tmp_path / "there"))
@@ -162,7 +162,7 @@ def test_saelens_loads_what_we_export(variant, tmp_path):
     def load(folder, x):
         other = lens.SAE.load_from_disk(folder)
         return other.encode(x), other(x)
-    both_ways(variant, "saelens", tmp_path, load)
+    check_both_ways(variant, "saelens", tmp_path, load)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -174,7 +174,7 @@ def test_dictionary_learning_loads_what_we_export(variant, tmp_path):
     def load(folder, x):
         other, _ = load_dictionary(folder, "cpu")
         return other.encode(x), other(x)
-    both_ways(variant, "dictionary_learning", tmp_path, load)
+    check_both_ways(variant, "dictionary_learning", tmp_path, load)
 
 
 def test_sparsify_loads_what_we_export(tmp_path):
@@ -186,7 +186,7 @@ def test_sparsify_loads_what_we_export(tmp_path):
         found = other.encode(x)
         code = torch.zeros(N, M).scatter(1, found.top_indices, found.top_acts)
         return code, other.decode(found.top_acts, found.top_indices)
-    both_ways("topk", "sparsify", tmp_path, load)
+    check_both_ways("topk", "sparsify", tmp_path, load)
 
 
 def test_saelens_own_files_are_read(tmp_path):
@@ -205,7 +205,7 @@ def test_saelens_own_files_are_read(tmp_path):
 def compare_trainings(path, layer=0):
     """A line for each variant: FVU on validation tokens, ours and theirs, of one and the same training."""
     run = open_run(path)
-    tokens = training.open_tokens(run, "train")
+    tokens = open_tokens(run, "train")
     source = training.Activations(run, tokens, "mlp_in", [layer], 1024, 0, 0, 1)
     rows = Tokens(run.config.data, "val").windows(range(256), run.config.context)[:, :-1]
     held_out = read_activations(run.model, rows, "mlp_in", [layer])[layer].flatten(0, 1)
