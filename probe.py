@@ -30,9 +30,10 @@ from typing import NamedTuple
 import numpy as np
 
 import toyworld
+from autoencoder import VARIANTS
 from checkpoint import open_run, weights_hash
 from dpb import unfold
-from helpers import UserError, progress, provenance, run_script, say, whole_number, write_json
+from helpers import UserError, progress, provenance, run_script, say, suggest, whole_number, write_json
 from model import GPT
 from sae import all_sources
 from sources import open_source, open_tokens, read_codes
@@ -332,7 +333,11 @@ def truth(options):
                             "configs/tiny.py or another on data/toy")
         if run.content["tokenizer"]["id"] != runs[0].content["tokenizer"]["id"]:
             raise UserError(f"{run.path} has another tokenizer than {runs[0].path}: train both on the same data")
-    wanted = options.sources.split(",") if options.sources else None
+    wanted = None if options.sources is None else options.sources.split(",")
+    known = ("own", "hash", "neurons", "random", *VARIANTS)
+    for name in wanted or ():
+        if name not in known:
+            raise UserError(f"there is no source {name!r}{suggest(name, known)}")
     context = min(run.config.context for run in runs)
     tokens = open_tokens(runs[0], "val")
     count = min(tokens.count(context), max(1, options.tokens // context))
@@ -355,6 +360,8 @@ def truth(options):
                 rows.append(row)
                 if row["group"] == groups[-1].name:
                     print_layer(rows[-len(groups):])
+    if not rows:
+        raise UserError(f"no run here has the source {options.sources}: python sae.py {options.run} trains SAEs")
     print_differences(drawn, groups, os.path.basename(os.path.dirname(os.path.abspath(runs[0].path))))
     about = {"weights": {run.path: weights_hash(run.model) for run in runs}, "tokens": count * context,
              "configs": {run.path: vars(run.config) for run in runs}, **provenance()}

@@ -50,7 +50,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,eval,sae,data,plot,ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
+0 {train,sample,eval,sae,probe,data,plot,ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
 1 train.py small.py --out=new --vocab_size=1e7 --d=32768 --heads=1 --bottleneck=none
@@ -109,6 +109,12 @@ COMMANDS = r"""
 1 sae.py out/dense --layers 0 --import {data,nowhere,small.py,{byte},out/dense/sae/topk-mlp_in-0,foreign}
 0 sae.py out/run --steps 4 --batch-tokens 64 --eval-tokens 64 {| true,2>&-}  # leaves out/run/sae/report-mlp_in.json
 0 sae.py out/run --steps 4 --batch-tokens 64 --eval-tokens 64 --layers 1 --site {mlp_in,block_out} --variant jumprelu
+0 probe.py truth out/run --tokens 256 --sources {own,hash,random}
+1 probe.py truth out/run --tokens 256 --sources {topk,x,{byte},''}
+1 probe.py truth {nowhere,data,small.py,plain.pt,{byte}}
+1 probe.py {x,truth}
+? probe.py truth out/run --tokens 256 --sources own {| true,2>&-}
+0 sample.py out/run --top-features --index-tokens 256
 1 RANK=0:1:2 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64  # says evenly
 1 sample.py out/run --prompt-file {/proc/self/mem,latin1.txt,data,null}
 1 sample.py out/run --feature {{digits}:1,0:{digits},9:9,x,0:3*}

@@ -158,6 +158,10 @@ def test_the_command_says_what_it_found(world, capsys):
     assert os.path.exists(world / "tiny" / "truth.png")
     with pytest.raises(SystemExit):
         probe.main(["truth"])
+    for sources, sentence in (("nothing", "there is no source 'nothing'"), ("own,hesh", "did you mean 'hash'"),
+                              ("", "there is no source ''"), ("topk", "no run here has the source topk")):
+        with pytest.raises(UserError, match=sentence):
+            probe.main(["truth", str(world / "tiny"), "--tokens", "512", "--sources", sources])
 
 
 def test_features_get_names(world, run, capsys, monkeypatch):
