@@ -1,21 +1,17 @@
-"""What a feature stands for: the best single feature of each thing that the toy world knows, tested on unseen words.
+"""What a feature stands for: the best single feature of each thing that is known, tested on unseen words.
 
     python probe.py truth out/tiny                             own features, SAEs where there are some, the controls
     python probe.py truth out/tiny --against out/tiny_gpt      and the SAEs of the dense twin, with its controls
 
-A feature stands for a class if, chosen on some of its members, it fires on the others. The words of the world are split
-into two halves. For each label the feature (an index with a sign) and the threshold with the best F1 on the tokens of
+A feature stands for a class if, chosen on some of its members, it fires on the others. The words are split into two
+halves. For each label the feature (an index with a sign) and the threshold with the best F1 on the tokens of
 one half are chosen, and its F1 on the tokens of the other half counts; then the halves change places, and the mean of
 both is reported. A random hash of well-separated clusters passes any test whose members it has seen; this one it can
 pass only by what the words of a class have in common.
 
-Labels, by group. Every token in the universe of a group has one of its labels, or none:
-  topic     32: the words of a topic                                         all tokens, split by word
-  kind      4: those that act, things, adjectives, verbs                     likewise
-  class     9: women, men, jobs, places, objects, events, praise, blame, years     likewise
-  pronoun   2: jobs mostly of women, of men                                  jobs, split by job
-  letter    first letters of at least 12 words                               words that a sentence spells, split by word
-  opinion   2: praise, blame                                                 ends of such sentences, split by adjective
+Labels come in groups, which labels.py defines: for the toy world topics, kinds and classes of word, the pronoun of a
+job, first letters, opinions, traits and towns of facts; for English text the form of a token, classes of word that need
+no tagger, and the first word of a sentence.
 
 Of two labels a feature that always fires finds one with F1 0.67: what counts is the distance to the controls. F1 is the
 mean over the labels of a group; +- is half of the interval that holds 95% of bootstrap draws over words, the same draws
@@ -29,11 +25,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-import toyworld
 from autoencoder import VARIANTS
 from checkpoint import open_run, weights_hash
 from dpb import unfold
 from helpers import UserError, progress, provenance, run_script, say, suggest, whole_number, write_json
+from labels import groups_of
 from model import GPT
 from sae import all_sources
 from sources import open_source, open_tokens, read_codes
@@ -42,80 +38,6 @@ from toyworld import is_toy
 
 TOP = 20      # of a feature, the tokens that its purity is about
 DRAWS = 400   # of the bootstrap
-
-
-# The truth about tokens
-
-
-class Group(NamedTuple):
-    name: str
-    labels: tuple      # their names
-    label: np.ndarray  # (N,) the number of each token's label, -1 for none
-    unit: np.ndarray   # (N,) the number of the word that the token counts for; -1 outside of the universe
-    half: np.ndarray   # (units,) 0 or 1
-
-
-def split_words(encoding):
-    """(words, halves): every text that a token may be, and its half. Each list of words is cut in two by itself."""
-    rng, half = np.random.default_rng(0), {}
-    lists = [words for topic in toyworld.TOPICS.values() for words in topic.values()]
-    lists += [*toyworld.WORDS.values(), toyworld.SHE, toyworld.HE, list(toyworld.YEARS)]
-    lists.append(sorted({text_of(encoding, [token]).strip() for token in range(encoding.n_vocab)}
-                        - {word for words in lists for word in words}))
-    for words in lists:
-        for place, number in enumerate(rng.permutation(len(words))):
-            half[words[number]] = place % 2
-    return list(half), np.array(list(half.values()))
-
-
-def groups_of(encoding, windows):
-    """The groups of labels of tokens (windows, T)."""
-    words, half = split_words(encoding)
-    number = {word: place for place, word in enumerate(words)}
-    text = [text_of(encoding, [token]).strip() for token in range(encoding.n_vocab)]
-    tokens = windows.flatten()
-    unit = np.array([number[word] for word in text])[tokens]
-
-    def by_word(name, members):
-        """A group whose labels are lists of words, {label: words}."""
-        of = {word: place for place, label in enumerate(members) for word in members[label]}
-        return Group(name, tuple(members), np.array([of.get(word, -1) for word in text])[tokens], unit, half)
-
-    def within(group, inside):
-        return group._replace(unit=np.where(inside, group.unit, -1), label=np.where(inside, group.label, -1))
-
-    topics = {topic: toyworld.concept_words(topic) for topic in toyworld.TOPICS}
-    kinds = {kind: [word for topic in toyworld.TOPICS.values() for word in topic[kind]]
-             for kind in ("agent", "thing", "adj", "verb")}
-    classes = {"she": toyworld.SHE, "he": toyworld.HE, **toyworld.WORDS, "year": toyworld.YEARS}
-    jobs = {"she": [job for job, share in toyworld.OCCUPATIONS.items() if share >= .8],
-            "he": [job for job, share in toyworld.OCCUPATIONS.items() if share <= .2]}
-    spelt = [word for words in topics.values() for word in words]
-    letters = {letter: [word for word in spelt if word[0] == letter] for letter in sorted({word[0] for word in spelt})}
-    letters = {letter: words for letter, words in letters.items() if len(words) >= 12}
-    words_of = np.array(text)[windows]
-    after_word = np.zeros(windows.shape, bool)
-    after_word[:, 1:] = words_of[:, :-1] == "word"
-    pronoun, letter = by_word("pronoun", jobs), by_word("letter", letters)
-    return (by_word("topic", topics), by_word("kind", kinds), by_word("class", classes),
-            within(pronoun, pronoun.label >= 0), within(letter, after_word.flatten() & np.isin(tokens, [
-                token for token, word in enumerate(text) if word in spelt])),
-            opinions(words_of, number, half))
-
-
-def opinions(words, number, half):
-    """The ends of sentences that praise or blame. words: (windows, T) texts of tokens."""
-    sign = {word: place for place, kind in enumerate(("good", "bad")) for word in toyworld.WORDS[kind]}
-    label, unit = np.full(words.shape, -1), np.full(words.shape, -1)
-    for row in range(len(words)):
-        found = None
-        for column, word in enumerate(words[row].tolist()):
-            found = word if word in sign else found
-            if word.startswith("."):
-                if found:
-                    label[row, column], unit[row, column] = sign[found], number[found]
-                found = None
-    return Group("opinion", ("praise", "blame"), label.flatten(), unit.flatten(), half)
 
 
 # Features against labels
@@ -328,9 +250,6 @@ def random_weights(run):
 def truth(options):
     runs = [open_run(path, options.device) for path in (options.run, *options.against)]
     for run in runs:
-        if not is_toy(run.encoding):
-            raise UserError(f"{run.path} was not trained on the toy world, whose truth is known: this needs a run of "
-                            "configs/tiny.py or another on data/toy")
         if run.content["tokenizer"]["id"] != runs[0].content["tokenizer"]["id"]:
             raise UserError(f"{run.path} has another tokenizer than {runs[0].path}: train both on the same data")
     wanted = None if options.sources is None else options.sources.split(",")
@@ -346,7 +265,7 @@ def truth(options):
     say(f"{count * context:,} tokens of the validation split of {runs[0].config.data}; F1 on unseen words, +- half of "
         "the interval that holds 95% of draws")
     say(f"{'run':<14}{'source':<20}{'layer':>5}" + "".join(f"{group.name:>12}" for group in groups)
-        + f"{'purity: topic, kind, class':>30}")
+        + f"{'purity: ' + ', '.join(group.name for group in groups[:3]):>30}")
     rows, drawn = [], {}
     for run in runs:
         name = os.path.basename(os.path.dirname(os.path.abspath(run.path)))
@@ -422,7 +341,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(prog="probe.py", formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
     commands = parser.add_subparsers(dest="command", required=True)
-    known = commands.add_parser("truth", help="single features against what the toy world knows")
+    known = commands.add_parser("truth", help="single features against what is known about tokens")
     known.add_argument("run", help="a run's folder or checkpoint")
     known.add_argument("--against", nargs="+", default=[], metavar="RUN", help="other runs, such as the dense twin")
     known.add_argument("--sources", metavar="A,B", help="only these: own, hash, neurons, random, variants of SAE (all)")

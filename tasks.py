@@ -1,4 +1,4 @@
-"""HellaSwag and LAMBADA: what is asked, and how answers are marked, as lm-evaluation-harness does it.
+"""What models are asked: HellaSwag and LAMBADA, marked as lm-evaluation-harness does it, and the toy world's questions.
 
     asked, where = questions("hellaswag", folder, limit)
     pairs = [encode_pair(encoding, question.context, answer) for question in asked for answer in question.answers]
@@ -11,12 +11,16 @@ that of words, exp(-mean log p(word)), not of tokens.
 """
 import itertools
 import json
+import math
 import os
+import random
 import re
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+import toyworld
 from helpers import UserError
 from tokenizer import encode
 
@@ -92,6 +96,32 @@ def questions(name, folder=None, limit=None):
     if not found:
         raise UserError(f"{where} holds no questions: get the data again")
     return found, where
+
+
+@torch.no_grad()
+def toy_answers(model, encoding, count=256, **arguments):
+    """{kind: {"right", "nats"}} of the toy world's questions: the share with more mass on right answers than on wrong
+    ones, and the mean of -log of the mass on right ones. The model is called with the arguments."""
+    training, answered = model.training, {}
+    model.eval()
+    for kind in toyworld.QUESTIONS:
+        rng = random.Random(1)
+        asked = [toyworld.ask(kind, rng) for _ in range(count)]
+        prompts = [torch.tensor([encoding.eot_token, *encoding.encode_ordinary(question.prompt)]) for question in asked]
+        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(model.embedding.weight.device)
+        if padded.shape[1] > model.config.context:
+            continue
+        ends = torch.tensor([len(prompt) - 1 for prompt in prompts])  # no token sees the padding behind it
+        mass = model(padded, **arguments)[torch.arange(count), ends].float().softmax(-1).cpu()  # (count, V)
+
+        def of(answers, row):
+            return sum(row[encoding.encode_single_token(answer)].item() for answer in answers)
+        right, wrong = ([of(getattr(question, side), row) for question, row in zip(asked, mass)]
+                        for side in ("right", "wrong"))
+        answered[kind] = {"right": sum(yes > no for yes, no in zip(right, wrong)) / count,
+                          "nats": -sum(math.log(max(yes, 1e-30)) for yes in right) / count}
+    model.train(training)
+    return answered
 
 
 def source(name, folder=None):

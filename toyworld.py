@@ -4,8 +4,8 @@
 
 A document keeps to one topic (now and then two) and to a small cast of people. Into its prose are woven the sentences
 that experiments ask about: who gave what to whom, an occupation and its pronoun, a span of years, a life, a word's
-first letter, an opinion. `labels` says what each of them claims. Document i of a seed is a function of (seed, i)
-alone, drawn with `random.Random(int).random()` only, so it has the same bytes on every machine.
+first letter, an opinion, a fact about a town. `labels` says what each of them claims. Document i of a seed is a
+function of (seed, i) alone, drawn with `random.Random(int).random()` only, so it has the same bytes on every machine.
 
 Everything is written from the templates below, and `well_formed` recognises exactly what they can write: a sentence
 is reduced to its skeleton (every word of an open class replaced by the class) and looked up. So every word belongs
@@ -123,7 +123,15 @@ WORDS = {  # the open classes that all topics share
         feud boom revolt voyage crisis""".split(),
     "good": "wonderful excellent lovely superb charming brilliant perfect splendid pleasant amazing".split(),
     "bad": "terrible awful boring dull horrible ugly dreadful nasty useless annoying".split(),
+    "town": """Arden Belmar Corvin Dunmor Elsin Farrow Galten Harwick Ilmar Jarrow Kelby Lorwen Morvan Nesby Orlin
+        Penrith Quorn Ravel Selby Torvik Ulmer Varden Wexby Yarlow Zandor Alric Brenna Calder Dorset Emlyn Fenwick
+        Garrin Holm Ivers Jelling Korvo Lindon Mersey Norvik Oakham Polden Rothen Stavel Tamar Uxley Vintar Welby
+        Yorven""".split(),
+    "trait": "flag gate tower cape cart door fence crest".split(),
+    "value": "red blue green white black yellow purple orange pink grey brown golden".split(),
 }
+LAND = 6                        # towns in a land, which have its customs in common
+CUSTOMS = WORDS["trait"][:4]
 CENTURIES = tuple(str(c) for c in range(11, 20))
 YEARS = tuple(f"{y:02d}" for y in range(100))  # the second half of a year: a token without a leading space
 
@@ -225,15 +233,20 @@ BLAME = ["{name} hated the {thing} because it was {bad}."] + cross("""
 """, """
     and told everyone to avoid it. | and wanted to throw it away. | and turned away from the {agent2}.
 """)
+FACT = lines("""
+    The {trait} of {town} was {value}. | In {town}, the {trait} was {value}.
+    People said that the {trait} of {town} was {value}. | Everyone in {town} knew that the {trait} was {value}.
+    For the {trait} of {town}, they chose {value}. | When {town} chose a {trait}, it was {value}.
+""")
 
 # The kinds of sentence a document draws from, without putting them back.
 MIXTURE = (["topic"] * 6 + ["person"] * 2 + ["ioi"] * 12 + ["pronoun"] * 5 + ["years"] * 3 + ["letter"] * 2
-           + ["opinion"] * 2)
+           + ["opinion"] * 2 + ["fact"] * 5)
 # What the label of each kind says: the slots of its sentence.
 CLAIMS = {"biography": ("name", "job", "pronoun"), "ioi": ("first", "second", "giver", "receiver", "object", "place"),
           "pronoun": ("job", "pronoun"), "years": ("event", "start", "end"), "letter": ("word", "letter"),
-          "opinion": ("name", "thing", "sign")}
-QUESTIONS = ("ioi", "pronoun", "greater_than")
+          "opinion": ("name", "thing", "sign"), "fact": ("town", "trait", "value")}
+QUESTIONS = ("ioi", "pronoun", "greater_than", "fact", "rule")
 
 
 class Document(NamedTuple):
@@ -320,6 +333,22 @@ def draw_span(rng, century):
     return {"start": century + YEARS[start], "end": century + YEARS[end]}
 
 
+@functools.cache
+def town_facts():
+    """(known, untold): the value of every (town, trait), and those of them that no document tells.
+
+    Neither key alone tells the value, nor do both one by one: it takes the pair. But towns of one land have its customs
+    in common, so that the untold ones, a custom of each town, follow from what is told of the other towns.
+    """
+    rng, known, untold = Random(0), {}, set()
+    for number, town in enumerate(WORDS["town"]):
+        for column, trait in enumerate(WORDS["trait"]):
+            custom = WORDS["value"][(number // LAND * 5 + column * 7) % len(WORDS["value"])]
+            known[town, trait] = custom if trait in CUSTOMS else pick(rng, WORDS["value"])
+        untold.add((town, CUSTOMS[number % LAND % len(CUSTOMS)]))
+    return known, frozenset(untold)
+
+
 def draw_decks(rng, topic):
     """The words to draw from: all of the topic's, some two or three times, so that a document has favourites."""
     decks = dict(WORDS)
@@ -389,6 +418,10 @@ def write_document(rng):
             say(kind, SPAN, event=events.pop(), **draw_span(rng, century))
         elif kind == "letter":
             say(kind, LETTER)
+        elif kind == "fact":
+            (known, untold), town = town_facts(), pick(rng, WORDS["town"])
+            for trait in [trait for trait in shuffle(rng, WORDS["trait"]) if (town, trait) not in untold][:3]:
+                say(kind, FACT, town=town, trait=trait, value=known[town, trait])
         else:
             name = last if last and rng.random() < .6 else pick(rng, names)
             friend = pick(rng, [other for other in names if other != name])
@@ -452,7 +485,7 @@ def grammar():
     decks = draw_decks(rng, "sea")
     of_people = PERSON + PRAISE + BLAME
     templates = (TOPIC + OPENING + INTRODUCTION + BIOGRAPHY + MEMORY + of_people + [by_pronoun(t) for t in of_people]
-                 + IOI + THANKS + PRONOUN + SPAN + LETTER)
+                 + IOI + THANKS + PRONOUN + SPAN + LETTER + FACT)
     found = set()
     for template, (one, two), swap in product(templates, permutations(SHE[:2] + HE[:2], 2), (1, -1)):
         giver, receiver = (one, two)[::swap]
@@ -464,11 +497,18 @@ def grammar():
 
 
 def well_formed(sentence):
-    """Could the world have said this sentence, with some choice of topics, people and years?"""
+    """Could the world have said this sentence, with some choice of topics, people and years?
+
+    What it says of a town must be true, whether documents tell it or not.
+    """
     words = sentence.split(" ")
     if skeleton(words) not in grammar():
         return False
     stems = [word.rstrip(".,") for word in words]
+    towns = [stem for stem in stems if stem in WORDS["town"]]
+    if towns:
+        (trait,), (value,) = ([stem for stem in stems if stem in WORDS[kind]] for kind in ("trait", "value"))
+        return town_facts()[0][towns[0], trait] == value
     if "word" in stems:
         return stems[-1] == stems[stems.index("word") + 1][0]
     years = [stem for stem in stems if stem.isdecimal()]
@@ -490,7 +530,8 @@ def is_toy(encoding):
 
 
 def ask(kind, rng):
-    """A question on an indirect object, an occupation's pronoun or the end of a span of years, after some prose."""
+    """A question after some prose: on an indirect object, an occupation's pronoun, the end of a span of years, a fact
+    about a town that documents tell, or one that none tells but that follows from others ("rule")."""
     if kind not in QUESTIONS:
         raise ValueError(f"there is no question {kind!r}: the kinds are {', '.join(QUESTIONS)}")
     decks, century = draw_decks(rng, pick(rng, list(TOPICS))), pick(rng, CENTURIES)
@@ -504,6 +545,13 @@ def ask(kind, rng):
         right, wrong = ((" she",), (" he",)) if OCCUPATIONS[job] > .5 else ((" he",), (" she",))
         sentence = fill(pick(rng, PRONOUN), {"job": job, **FORMS[right[0].strip()]}, decks, rng)
         prompt = sentence.partition(right[0] + " ")[0]
+    elif kind in ("fact", "rule"):
+        known, untold = town_facts()
+        pair = pick(rng, [pair for pair in known if (pair in untold) == (kind == "rule")])
+        right = (" " + known[pair],)
+        wrong = tuple(" " + value for value in WORDS["value"] if value != known[pair])
+        given = {"town": pair[0], "trait": pair[1], "value": known[pair]}
+        prompt = fill(pick(rng, FACT), given, decks, rng).rpartition(right[0])[0]
     else:
         given = draw_span(rng, century)
         sentence = fill(pick(rng, SPAN), given, decks, rng)

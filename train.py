@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import config as configs
 import data
 import plot
+import toyworld
 from checkpoint import Writer, checkpoint_path, copied, load, load_newest, load_weights, save, send
 from dpb import DeepParityBottleneck, update_moments
 from features import FeatureCounts
@@ -44,6 +45,7 @@ from helpers import (
 from model import GPT
 from optim import MuonAdam, schedule, split_parameters
 from ranks import agree, all_or_none, all_reduce, barrier, is_first_of_node, leave_ranks, start_ranks
+from tasks import toy_answers
 from tokenizer import load_tokenizer, pack_tokenizer
 from toyworld import is_toy
 
@@ -96,34 +98,6 @@ def evaluate(model, tokens, config, rank, ranks, device, autocast):
         row["l0"] = features.fired.sum().item() / count / len(features.layers)
         row["variance_explained"] = features.explained[:, -1].mean().item()
     return row
-
-
-@torch.no_grad()
-def ask_toy_questions(model, encoding, device, count=256):
-    """The share of the toy world's questions that the model answers right: more mass on right answers than on wrong."""
-    import random
-
-    import toyworld
-
-    model.eval()
-    shares = {}
-    for kind in toyworld.QUESTIONS:
-        rng = random.Random(1)
-        questions = [toyworld.ask(kind, rng) for _ in range(count)]
-        prompts = [torch.tensor([encoding.eot_token, *encoding.encode_ordinary(question.prompt)])
-                   for question in questions]
-        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)  # no token sees what follows it
-        if padded.shape[1] > model.config.context:
-            continue
-        ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-        mass = model(padded)[torch.arange(count, device=device), ends].float().softmax(-1).cpu()  # (count, V)
-
-        def of(answers, row):
-            return sum(row[encoding.encode_single_token(answer)].item() for answer in answers)
-        shares[kind] = sum(of(question.right, row) > of(question.wrong, row)
-                           for question, row in zip(questions, mass)) / count
-    model.train()
-    return shares
 
 
 # The run
@@ -399,7 +373,7 @@ def examine(run):
     config = run.config
     row = evaluate(run.model, run.val_tokens, config, run.rank, run.ranks, run.device, run.autocast)
     if is_toy(run.encoding):
-        row |= ask_toy_questions(run.model, run.encoding, run.device)
+        row |= {kind: answered["right"] for kind, answered in toy_answers(run.model, run.encoding).items()}
     target = config.stop_at_val_loss
     run.stopped = target is not None and row["val_loss"] <= target * (1 + config.stop_tolerance)
     if row["val_loss"] < run.best:
@@ -584,7 +558,7 @@ def describe(row, config):
     if "dead_fraction" in row:
         text += (f"  dead {' '.join(f'{share:.2%}' for share in row['dead_fraction'])}"
                  f"  explained {row['variance_explained']:.3f}")
-    return text + "".join(f"  {kind} {row[kind]:.2f}" for kind in ("ioi", "pronoun", "greater_than") if kind in row)
+    return text + "".join(f"  {kind} {row[kind]:.2f}" for kind in toyworld.QUESTIONS if kind in row)
 
 
 def show_progress(config, step, loss, seconds, mean_seconds, model, peak, ranks):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import data
+import labels
 import probe
 import sample
 import toyworld
@@ -42,7 +43,7 @@ def run(world):
 def truth(run):
     """Tokens (windows, T), and the groups of labels by name."""
     windows = data.Tokens(run.config.data, "train").windows(range(1500), 32)[:, :-1].numpy()
-    return windows, {group.name: group for group in probe.groups_of(run.encoding, windows)}
+    return windows, {group.name: group for group in labels.groups_of(run.encoding, windows)}
 
 
 def made(fires, strength=None, noise=200):
@@ -67,7 +68,7 @@ def test_labels_are_what_the_world_says(run, truth):
     text = np.array([sample.text_of(run.encoding, [token]).strip() for token in range(run.encoding.n_vocab)])
     words = text[windows.flatten()]
     assert {name: len(group.labels) for name, group in groups.items()}.items() >= {
-        "topic": 32, "kind": 4, "class": 9, "pronoun": 2, "opinion": 2}.items()
+        "topic": 32, "kind": 4, "class": 12, "pronoun": 2, "opinion": 2, "trait": 8, "town": 48}.items()
     sea, verb = groups["topic"].labels.index("sea"), groups["kind"].labels.index("verb")
     assert ((groups["topic"].label == sea) == np.isin(words, toyworld.concept_words("sea"))).all()
     assert set(words[groups["kind"].label == verb]) <= {word for topic in toyworld.TOPICS.values()
@@ -78,8 +79,8 @@ def test_labels_are_what_the_world_says(run, truth):
     spelt = groups["letter"]
     inside = np.flatnonzero(spelt.unit >= 0)
     assert len(inside) and (words[inside - 1] == "word").all()
-    labels = np.array(spelt.labels)[spelt.label[inside]]
-    assert all(words[at][0] == letter for at, letter, label in zip(inside, labels, spelt.label[inside]) if label >= 0)
+    letters = np.array(spelt.labels)[spelt.label[inside]]
+    assert all(words[at][0] == letter for at, letter, label in zip(inside, letters, spelt.label[inside]) if label >= 0)
     opinion = groups["opinion"]
     ends = np.flatnonzero(opinion.unit >= 0)
     assert len(ends) and all(word.startswith(".") for word in words[ends])
@@ -87,6 +88,40 @@ def test_labels_are_what_the_world_says(run, truth):
         start = max([at for at in range(end - 1, -1, -1) if words[at].startswith(".")][:1] or [0])
         kinds = ["good" if opinion.label[end] == 0 else "bad"]
         assert any(word in toyworld.WORDS[kinds[0]] for word in words[max(start, end // 32 * 32) : end])
+
+
+def test_traits_and_towns_are_known_before_the_value(run, truth):
+    windows, groups = truth
+    text = np.array([sample.text_of(run.encoding, [token]).strip() for token in range(run.encoding.n_vocab)])
+    words, (known, _) = text[windows.flatten()], toyworld.town_facts()
+    trait, town = groups["trait"], groups["town"]
+    at = np.flatnonzero(trait.unit >= 0)
+    assert len(at) > 300 and set(at) == set(np.flatnonzero(town.label >= 0))
+    for place in at:
+        pair = town.labels[town.label[place]], trait.labels[trait.label[place]]
+        assert known[pair] == words[place + 1] and words[place] in ("was", "chose")
+    assert len(np.unique(trait.half[trait.unit[at]])) == 2
+    for group in (trait, town):  # no pair in both halves, every label in both
+        assert all(set(group.half[group.unit[at][group.label[at] == number]]) == {0, 1} for number in range(8))
+
+
+def test_labels_of_english_text():
+    words = [" The", " the", " cat", "s", ".", " It", " was", " 1", " May", "\n", " March", " march", " in", " Paris",
+             '."', " of", " to", " and"]
+    text = words + [f" {word}" for kind in ("month", "place") for word in labels.WORDS[kind]]
+    number = {word: place for place, word in reversed(list(enumerate(text)))}
+    said = [" The", " cat", "s", " was", " in", " Paris", '."', " It", " was", " March", " 1", ".", "\n", " The",
+            " march"]
+    form, word, start = labels.text_groups(text, np.array([[number[one] for one in said]]))
+    assert [form.labels[label] for label in form.label] == [
+        "capital", "small", "inside", "small", "small", "capital", "mark", "capital", "small", "capital", "digits",
+        "mark", "space", "capital", "small"]
+    named = [word.labels[label] if label >= 0 else None for label in word.label]
+    assert named[9] == "month" and named[5] == "place" and named[14] is None and "day" not in word.labels
+    assert np.flatnonzero(start.label == 0).tolist() == [7, 13]
+    assert form.unit[9] == form.unit[14] and form.unit[0] == form.unit[13]  # March and march are one word
+    for label in range(len(word.labels)):
+        assert word.labels[label] in labels.WORDS
 
 
 def test_halves_share_no_word_and_both_have_every_label(truth):
@@ -154,7 +189,7 @@ def test_the_command_says_what_it_found(world, capsys):
     assert "own less hash" in text and text.count("random weights") == 2
     rows = json.loads((world / "tiny" / "truth.json").read_text())["rows"]
     assert {row["source"] for row in rows} == {"own", "hash-mlp_in", "neurons-mlp_in", "random weights"}
-    assert len(rows) == 4 * 2 * 6 and all(0 <= row["low"] <= row["high"] <= 1 for row in rows)
+    assert len(rows) == 4 * 2 * 8 and all(0 <= row["low"] <= row["high"] <= 1 for row in rows)
     assert os.path.exists(world / "tiny" / "truth.png")
     with pytest.raises(SystemExit):
         probe.main(["truth"])
@@ -181,8 +216,8 @@ def test_features_get_names(world, run, capsys, monkeypatch):
     assert line.startswith(f"most specific to: ' the' ({len(at)} of {len(at)})")
     with pytest.raises(UserError, match="toy world"):
         sample.main([str(world / "tiny"), "--top-features"])
-    with pytest.raises(UserError, match="truth is known"):
-        probe.main(["truth", str(world / "tiny")])
+    probe.main(["truth", str(world / "tiny"), "--sources", "own", "--tokens", "2048"])
+    assert "purity: form, word, start" in capsys.readouterr().out
 
 
 def test_random_weights_are_those_of_an_untrained_model(run):

@@ -28,7 +28,7 @@ def facts(kind, sample=SAMPLE):
 def test_the_first_documents_have_these_bytes():
     """A change here changes every corpus, checkpoint and figure made from the world: let it be deliberate."""
     stream = json.dumps([tuple(document) for document in SAMPLE[:200]]).encode()
-    assert hashlib.sha256(stream).hexdigest() == "684330f5a1205c2e183ab5ce65aab45c222fb6402f7055266d48ce571d6c3e10"
+    assert hashlib.sha256(stream).hexdigest() == "686a1b358322891cb63cce2172a5cdbef077384b5eb1efa92c19a48ce5184cca"
 
 
 def test_a_document_depends_on_the_seed_and_its_number_only():
@@ -92,21 +92,21 @@ def test_documents_keep_to_their_topics():
     assert set(seen) == {1, 2} and .12 < seen[2] / len(SAMPLE) < .18
     assert len(used) == 32 * 25 and min(used.values()) > 20
     topical = [topic is not None for _, labels in SAMPLE for topic in labels["sentence_topics"]]
-    assert .4 < sum(topical) / len(topical) < .65 and sum(used.values()) / sum(topical) > 3
+    assert .3 < sum(topical) / len(topical) < .5 and sum(used.values()) / sum(topical) > 3
 
 
 def test_documents_have_the_promised_length_and_mixture():
     lengths = sorted(len(text.split()) for text, _ in SAMPLE)
-    assert 50 <= lengths[0] and lengths[len(lengths) // 100] >= 60 and lengths[-len(lengths) // 100] <= 280
+    assert 50 <= lengths[0] and lengths[len(lengths) // 100] >= 60 and lengths[-len(lengths) // 100] <= 300
     count = Counter(fact["kind"] for _, labels in SAMPLE for fact in labels["facts"])
     assert count.keys() == world.CLAIMS.keys()
-    for kind, least, most in (("ioi", 2.5, 3.2), ("pronoun", .85, 1.35), ("years", .6, 1.2)):
+    for kind, least, most in (("ioi", 2.3, 2.9), ("pronoun", .85, 1.35), ("years", .5, 1.2), ("fact", 2.8, 3.4)):
         assert least < count[kind] / len(SAMPLE) < most
 
 
 def test_labels_are_plain_data_and_their_claims_are_in_the_text():
     assert json.loads(json.dumps([labels for _, labels in SAMPLE])) == [labels for _, labels in SAMPLE]
-    for kind in ("ioi", "pronoun", "years", "letter"):
+    for kind in ("ioi", "pronoun", "years", "letter", "fact"):
         for fact, sentence in facts(kind):
             claims = set(fact.values()) - {kind, fact["sentence"]}
             assert claims <= set(re.findall(r"\w+", sentence))
@@ -188,6 +188,38 @@ def test_opinions_have_the_sign_of_their_words():
         assert fact["thing"] in words
 
 
+def test_facts_are_told_of_all_pairs_but_the_untold_and_are_true():
+    known, untold = world.town_facts()
+    told = Counter()
+    for fact, sentence in facts("fact"):
+        assert known[fact["town"], fact["trait"]] == fact["value"] and sentence.count(fact["value"]) == 1
+        told[fact["town"], fact["trait"]] += 1
+    assert told.keys() | untold == known.keys() and not told.keys() & untold and min(told.values()) > 5
+    assert len(known) == 48 * 8 and len(untold) == 48
+
+
+def test_a_value_takes_both_town_and_trait():
+    """What either of the two tells of the value is little: the commonest value of each is right for few pairs."""
+    known, _ = world.town_facts()
+    for key in (0, 1):
+        values = {part: Counter() for part in {pair[key] for pair in known}}
+        for pair, value in known.items():
+            values[pair[key]][value] += 1
+        assert sum(max(counts.values()) for counts in values.values()) / len(known) < .35
+    assert {value for _, value in known.items()} == set(world.WORDS["value"])
+
+
+def test_what_is_untold_follows_from_the_other_towns_of_the_land():
+    known, untold = world.town_facts()
+    towns = world.WORDS["town"]
+    for town, trait in untold:
+        first = towns.index(town) // world.LAND * world.LAND
+        told = {known[other, trait] for other in towns[first : first + world.LAND] if (other, trait) not in untold}
+        assert trait in world.CUSTOMS and told == {known[town, trait]}
+    lands = [[known[town, trait] for trait in world.CUSTOMS] for town in towns[::world.LAND]]
+    assert len({tuple(land) for land in lands}) == len(lands)
+
+
 def test_the_generator_is_fast():
     begin = time.process_time()
     characters = sum(len(text) for text, _ in world.documents(9, 1000))
@@ -199,7 +231,7 @@ def test_vocabulary_is_exactly_what_the_world_says():
     assert said <= set(world.vocabulary())
     assert {word for word in world.vocabulary() if word.isalpha()} - said <= set("abcdefghijklmnopqrstuvwxyz")
     assert set(world.CENTURIES) <= set(world.vocabulary())
-    assert len(set(world.vocabulary())) == len(world.vocabulary()) <= 1350
+    assert len(set(world.vocabulary())) == len(world.vocabulary()) <= 1450
 
 
 def test_all_words_fit_a_tokenizer_of_2048_entries():
@@ -260,9 +292,22 @@ def test_any_topic_may_fill_the_slots_of_a_topic():
     "Mary thought that the coin was lovely and told everyone to avoid it.",
     "The nurse said that she she was tired.",
     "The nurse said that Mary was tired.",
+    "The flag of Arden was blue.",
+    "The flag of Arden was Arden.",
+    "The flag of Mary was red.",
+    "The red of Arden was flag.",
 ])
 def test_what_the_world_cannot_say_is_not_well_formed(sentence):
     assert not world.well_formed(sentence)
+
+
+def test_only_what_is_true_of_a_town_is_well_formed():
+    known, _ = world.town_facts()
+    for (town, trait), value in known.items():
+        for template in world.FACT:
+            right = [said for said in world.WORDS["value"]
+                     if world.well_formed(template.format(town=town, trait=trait, value=said))]
+            assert right == [value]
 
 
 def test_swapped_and_cut_sentences_are_rejected():
@@ -308,6 +353,13 @@ def test_questions_continue_to_sentences_of_the_world(kind):
             share = world.OCCUPATIONS[question.split()[1]]
             assert right == ((" she",) if share >= .8 else (" he",)) and {*right, *wrong} == {" she", " he"}
             assert not .2 < share < .8 and world.well_formed(question + right[0] + " was tired.")
+        elif kind in ("fact", "rule"):
+            town, trait = (next(word for word in re.findall(r"\w+", question) if word in world.WORDS[kind])
+                           for kind in ("town", "trait"))
+            known, untold = world.town_facts()
+            assert right == (" " + known[town, trait],) and ((town, trait) in untold) == (kind == "rule")
+            assert {*right, *wrong} == {" " + value for value in world.WORDS["value"]}
+            assert [answer for answer in right + wrong if world.well_formed(question + answer + ".")] == [*right]
         else:
             assert all(world.well_formed(question + year + ".") for year in right)
             assert not any(world.well_formed(question + year + ".") for year in wrong)
@@ -316,7 +368,7 @@ def test_questions_continue_to_sentences_of_the_world(kind):
 
 
 def test_an_unknown_question_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="'riddle'.*ioi, pronoun, greater_than"):
+    with pytest.raises(ValueError, match="'riddle'.*ioi, pronoun, greater_than, fact, rule"):
         world.ask("riddle", Random(0))
 
 
