@@ -1,6 +1,6 @@
 """Evaluate a checkpoint: losses, perplexity, HellaSwag, LAMBADA, and what its features do.
 
-    python eval.py out/tiny                                              val and features: nothing is downloaded
+    python eval.py out/tiny                                              val, features; of the toy world answers, too
     python eval.py out/tiny --tasks ppl --text book.txt 'news/*.jsonl'   perplexity of any text
     python eval.py out/tiny --tasks hellaswag,lambada [--data DIR]       from the Hugging Face hub, or from local files
     python eval.py out/tiny --harness hellaswag,lambada_openai           the same, asked by lm-evaluation-harness
@@ -14,6 +14,8 @@ hellaswag, lambada   as lm-evaluation-harness defines them, question by question
 features   of each layer and level: the features that ever fired, how often, L0, the fraction of variance explained; of
            each layer and of all: the loss with the bottleneck's output y replaced by its input h (what the sparse code
            costs), or by zero.
+answers    the toy world's questions: the share answered right, and the nats of right answers, as the model is and with
+           all MLPs silenced: what it has by its attention alone.
 
 Windows are disjoint, or slide with --stride S, so that a token sees at least context - S others; each token is scored
 once. Accuracies come with the standard error of a mean. A finished task is written to eval.json in the run's folder
@@ -43,8 +45,9 @@ from helpers import UserError, provenance, read_json, run_script, say, standard_
 from ranks import leave_ranks, start_ranks
 from score import Request, Scorer, fit, score_documents, windows
 from tokenizer import END, encode, well_formed
+from toyworld import is_toy
 
-TASKS = ("val", "ppl", "hellaswag", "lambada", "features")
+TASKS = ("val", "ppl", "hellaswag", "lambada", "features", "answers")
 EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the histogram of firing frequencies; "never" is a class before the first
 
 # Layers, width, bottleneck, index bits, auxiliary losses: name, validation loss, Pile perplexity, HellaSwag, LAMBADA.
@@ -211,6 +214,21 @@ def features(scorer, run, tokens, limit):
                      "sha256": digest(*(r.tokens for r in requests))}}
 
 
+def answers(run, limit):
+    if not is_toy(run.encoding):
+        raise UserError(f"{run.path} was not trained on the toy world, whose questions the task answers asks: "
+                        "leave it off")
+
+    def silent(site, layer, x):
+        return torch.zeros_like(x) if site == "mlp_out" else x
+    count = limit or 256
+    asked, without = (tasks.toy_answers(run.model, run.encoding, count, patch=patch) for patch in (None, silent))
+    return {"what": f"{count} questions of each kind", **{kind: {
+        "right": right.mean(), "right_stderr": standard_error(right), "nats": nats.mean(),
+        "nats_stderr": standard_error(nats), "right_silent": without[kind][0].mean(),
+        "nats_silent": without[kind][1].mean()} for kind, (right, nats) in asked.items()}}
+
+
 def level_results(counts, layer):
     results = []
     for level, (low, high) in enumerate(itertools.pairwise(counts.layers[layer].lows)):
@@ -373,6 +391,8 @@ def describe(name, result, paper):
     lines = [f"{name}: {result['what']}"]
     if name == "features":
         return lines + describe_features(result)
+    if name == "answers":
+        return lines + describe_answers(result)
     if name == "ppl" and result["data"]["source"] != tasks.source("pile"):
         paper = None
     shown = ROWS.get(name) or [(key, key, 0) for key in result
@@ -412,6 +432,16 @@ def describe_features(result):
         "  by its input or by zero, in this layer alone. Variance is explained by a level and those before it."]
 
 
+def describe_answers(result):
+    lines = [f"{'':14}{'right':>8}{'std. error':>12}{'nats':>8}{'std. error':>12}{'silent: right':>15}{'nats':>8}"]
+    for kind, found in result.items():
+        if kind != "what":
+            errors = ["-" if found[key] is None else f"{found[key]:.3f}" for key in ("right_stderr", "nats_stderr")]
+            lines.append(f"  {kind:<12}{found['right']:>8.3f}{errors[0]:>12}{found['nats']:>8.3f}{errors[1]:>12}"
+                         f"{found['right_silent']:>15.3f}{found['nats_silent']:>8.3f}")
+    return lines + ["  Nats of the right answers (less is better), as the model is and with all MLPs silenced."]
+
+
 # The command line
 
 
@@ -425,7 +455,8 @@ def parse(arguments):
                                      description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
     parser.add_argument("run", help="a run's folder, such as out/tiny, of which best.pt is taken; or a checkpoint")
     parser.add_argument("--tasks", metavar="A,B",
-                        help=f"some of {','.join(TASKS)} (default val,features; and ppl with --text)")
+                        help=f"some of {','.join(TASKS)} (default val,features, on the toy world answers, too; "
+                             "and ppl with --text)")
     parser.add_argument("--limit", type=whole_number, metavar="N",
                         help="windows of val and features, documents of ppl, questions else")
     parser.add_argument("--text", nargs="+", metavar="FILE",
@@ -493,6 +524,8 @@ def evaluate(args):
     about = {"checkpoint": {"path": run.path, "step": run.content["step"], "weights": weights}, **provenance(),
              "seed": run.config.seed, "config": vars(run.config), "device": device.type}
     paper = paper_figures(run.config)
+    if is_toy(run.encoding) and not (args.tasks or args.harness):
+        names.append("answers")
     say(f"{run.path}, step {run.content['step']}: {run.model.count_parameters():,} parameters, "
         f"bottleneck {run.config.bottleneck}, seed {run.config.seed}")
     say(f"{'':28}{'value':>12}{'std. error':>12}{f'  paper, {paper[0]}' if paper else ''}")
@@ -507,7 +540,8 @@ def evaluate(args):
             "ppl": lambda: ppl(scorer, run, args.text, args.limit, stride),
             "hellaswag": lambda: ask(scorer, run, "hellaswag", args.data, args.limit),
             "lambada": lambda: ask(scorer, run, "lambada", args.data, args.limit),
-            "features": lambda: features(scorer, run, tokens, args.limit)}
+            "features": lambda: features(scorer, run, tokens, args.limit),
+            "answers": lambda: answers(run, args.limit)}
     for name in names:
         finish(name, work[name]())
     if args.harness:

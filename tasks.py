@@ -11,7 +11,6 @@ that of words, exp(-mean log p(word)), not of tokens.
 """
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -100,8 +99,8 @@ def questions(name, folder=None, limit=None):
 
 @torch.no_grad()
 def toy_answers(model, encoding, count=256, **arguments):
-    """{kind: {"right", "nats"}} of the toy world's questions: the share with more mass on right answers than on wrong
-    ones, and the mean of -log of the mass on right ones. The model is called with the arguments."""
+    """{kind: (right, nats)} of the toy world's questions, (count,) each: whether right answers have more mass than
+    wrong ones, and -log of the mass that they have. The model is called with the arguments."""
     training, answered = model.training, {}
     model.eval()
     for kind in toyworld.QUESTIONS:
@@ -116,10 +115,9 @@ def toy_answers(model, encoding, count=256, **arguments):
 
         def of(answers, row):
             return sum(row[encoding.encode_single_token(answer)].item() for answer in answers)
-        right, wrong = ([of(getattr(question, side), row) for question, row in zip(asked, mass)]
-                        for side in ("right", "wrong"))
-        answered[kind] = {"right": sum(yes > no for yes, no in zip(right, wrong)) / count,
-                          "nats": -sum(math.log(max(yes, 1e-30)) for yes in right) / count}
+        right, wrong = (np.array([of(answers, row) for answers, row in zip(side, mass)])
+                        for side in zip(*((question.right, question.wrong) for question in asked)))
+        answered[kind] = right > wrong, -np.log(np.maximum(right, 1e-30))
     model.train(training)
     return answered
 

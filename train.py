@@ -373,7 +373,7 @@ def examine(run):
     config = run.config
     row = evaluate(run.model, run.val_tokens, config, run.rank, run.ranks, run.device, run.autocast)
     if is_toy(run.encoding):
-        row |= {kind: answered["right"] for kind, answered in toy_answers(run.model, run.encoding).items()}
+        row |= {kind: right.mean().item() for kind, (right, _) in toy_answers(run.model, run.encoding).items()}
     target = config.stop_at_val_loss
     run.stopped = target is not None and row["val_loss"] <= target * (1 + config.stop_tolerance)
     if row["val_loss"] < run.best:

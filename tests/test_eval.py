@@ -486,8 +486,37 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_noticed(run, monkeypatch)
         go(folder, "--tasks", "val")
 
 
+@pytest.mark.parametrize("kind", ["parity", "none"])
+def test_answers_are_those_of_asking_one_by_one(run, kind, capsys, monkeypatch):
+    result = go(run(kind), "--tasks", "answers", "--limit", 30)["answers"]
+    opened = open_run(str(run(kind)))
+    for name in toyworld.QUESTIONS:
+        rng, found = random.Random(1), {"": ([], []), "_silent": ([], [])}
+        for _ in range(30):
+            question = toyworld.ask(name, rng)
+            tokens = torch.tensor([[opened.encoding.eot_token, *opened.encoding.encode_ordinary(question.prompt)]])
+            for key, (right, nats) in found.items():
+                with monkeypatch.context() as patched, torch.no_grad():
+                    if key:
+                        for block in opened.model.blocks:
+                            patched.setattr(block.mlp, "forward", torch.zeros_like)
+                    mass = opened.model(tokens)[0, -1].softmax(-1)
+                yes, no = (sum(mass[opened.encoding.encode_single_token(answer)].item() for answer in answers)
+                           for answers in (question.right, question.wrong))
+                right.append(yes > no)
+                nats.append(-math.log(yes))
+        for key, (right, nats) in found.items():
+            assert result[name][f"right{key}"] == pytest.approx(np.mean(right))
+            assert result[name][f"nats{key}"] == pytest.approx(np.mean(nats), abs=1e-4)
+        assert abs(result[name]["nats"] - result[name]["nats_silent"]) > 1e-3
+    go(run(kind), "--tasks", "answers", "--limit", 1)
+    monkeypatch.setattr(toyworld, "TOKEN_PATTERN", "another")
+    with pytest.raises(UserError, match="not trained on the toy world"):
+        go(run(kind), "--tasks", "answers")
+
+
 def test_without_tasks_it_takes_what_needs_no_download_and_names_the_others(run, capsys):
-    assert set(go(run(), "--limit", 3)) == {"val", "features"}
+    assert set(go(run(), "--limit", 3)) == {"val", "features", "answers"}
     assert "other tasks: ppl, hellaswag, lambada" in capsys.readouterr().out
 
 
