@@ -240,7 +240,7 @@ FACT = lines("""
 """)
 
 # The kinds of sentence a document draws from, without putting them back.
-MIXTURE = (["topic"] * 6 + ["person"] * 2 + ["ioi"] * 12 + ["pronoun"] * 5 + ["years"] * 3 + ["letter"] * 2
+MIXTURE = (["topic"] * 6 + ["person"] * 2 + ["ioi"] * 15 + ["pronoun"] * 5 + ["years"] * 3 + ["letter"] * 2
            + ["opinion"] * 2 + ["fact"] * 5)
 # What the label of each kind says: the slots of its sentence.
 CLAIMS = {"biography": ("name", "job", "pronoun"), "ioi": ("first", "second", "giver", "receiver", "object", "place"),
@@ -265,6 +265,16 @@ class Question(NamedTuple):
     prompt: str
     right: tuple
     wrong: tuple
+
+
+class Pair(NamedTuple):
+    """Two prompts of equal length; the next tokens that are right after each, `before` after the source and `after`
+    after the target; and the one that is wrong after both though it is near, if there is one."""
+    source: str
+    target: str
+    before: tuple
+    after: tuple
+    subject: tuple
 
 
 def concept_words(topic):
@@ -532,32 +542,78 @@ def is_toy(encoding):
 def ask(kind, rng):
     """A question after some prose: on an indirect object, an occupation's pronoun, the end of a span of years, a fact
     about a town that documents tell, or one that none tells but that follows from others ("rule")."""
+    return put(kind, *draw_question(kind, rng))
+
+
+def draw_question(kind, rng):
+    """Prose, a template, and what fills it."""
     if kind not in QUESTIONS:
         raise ValueError(f"there is no question {kind!r}: the kinds are {', '.join(QUESTIONS)}")
     decks, century = draw_decks(rng, pick(rng, list(TOPICS))), pick(rng, CENTURIES)
     lead = fill(pick(rng, OPENING), {"year": century + pick(rng, YEARS)}, decks, rng)
     if kind == "ioi":
-        given = draw_pair(rng, SHE + HE)
-        right, wrong = (" " + given["receiver"],), (" " + given["giver"],)
-        prompt = fill(pick(rng, IOI), given, decks, rng).rpartition(right[0])[0]
+        templates, given = IOI, draw_pair(rng, SHE + HE)
     elif kind == "pronoun":
-        job = pick(rng, [job for job, share in OCCUPATIONS.items() if not .2 < share < .8])
-        right, wrong = ((" she",), (" he",)) if OCCUPATIONS[job] > .5 else ((" he",), (" she",))
-        sentence = fill(pick(rng, PRONOUN), {"job": job, **FORMS[right[0].strip()]}, decks, rng)
-        prompt = sentence.partition(right[0] + " ")[0]
-    elif kind in ("fact", "rule"):
-        known, untold = town_facts()
-        pair = pick(rng, [pair for pair in known if (pair in untold) == (kind == "rule")])
-        right = (" " + known[pair],)
-        wrong = tuple(" " + value for value in WORDS["value"] if value != known[pair])
-        given = {"town": pair[0], "trait": pair[1], "value": known[pair]}
-        prompt = fill(pick(rng, FACT), given, decks, rng).rpartition(right[0])[0]
+        templates, job = PRONOUN, pick(rng, [job for job, share in OCCUPATIONS.items() if not .2 < share < .8])
+        given = {"job": job, **FORMS["she" if OCCUPATIONS[job] > .5 else "he"]}
+    elif kind == "greater_than":
+        templates, given = SPAN, draw_span(rng, century)
     else:
-        given = draw_span(rng, century)
-        sentence = fill(pick(rng, SPAN), given, decks, rng)
-        prompt = sentence[:sentence.index(given["end"]) + 2]
-        right, wrong = YEARS[int(given["start"][2:]) + 1:], YEARS[:int(given["start"][2:]) + 1]
-    return Question(lead + " " + prompt, right, wrong)
+        known, untold = town_facts()
+        town, trait = pick(rng, [pair for pair in known if (pair in untold) == (kind == "rule")])
+        templates, given = FACT, {"town": town, "trait": trait, "value": known[town, trait]}
+    template = pick(rng, templates)
+    fill(template, given, decks, rng)  # which adds to given what was open
+    return lead, template, given
+
+
+def put(kind, lead, template, given):
+    """The Question that breaks off before the answer."""
+    sentence = fill(template, given, {}, None)
+    if kind == "ioi":
+        right, wrong = (" " + given["receiver"],), (" " + given["giver"],)
+    elif kind == "pronoun":
+        right, wrong = (" " + given["pronoun"],), (" he" if given["pronoun"] == "she" else " she",)
+    elif kind == "greater_than":
+        start = int(given["start"][2:])
+        return Question(lead + " " + sentence[:sentence.index(given["end"]) + 2], YEARS[start + 1:], YEARS[:start + 1])
+    else:
+        right = (" " + given["value"],)
+        wrong = tuple(" " + value for value in WORDS["value"] if value != given["value"])
+    before = sentence.partition(right[0] + " ")[0] if kind == "pronoun" else sentence.rpartition(right[0])[0]
+    return Question(lead + " " + before, right, wrong)
+
+
+def ask_pair(kind, rng):
+    """Two questions that differ in one word (a name, a job, a year, a town or a trait), and so in their answers."""
+    lead, template, given = draw_question(kind, rng)
+    other, subject = dict(given), ()
+    if kind == "ioi":  # another receiver; the giver stays, and is wrong in both
+        name = pick(rng, [name for name in PRONOUNS if name not in given.values()])
+        other |= {slot: name for slot in ("first", "second", "receiver") if given[slot] == given["receiver"]}
+        subject = (" " + given["giver"],)
+    elif kind == "pronoun":
+        side = "he" if given["pronoun"] == "she" else "she"
+        other |= FORMS[side]
+        other["job"] = pick(rng, [job for job, share in OCCUPATIONS.items()
+                                  if (share >= .8 if side == "she" else share <= .2)])
+    elif kind == "greater_than":
+        # Of the ends that are right after the earlier year, most are wrong after the later.
+        century, early = given["start"][:2], 2 + int(rng.random() * 60)
+        late = early + 1 + int((99 - early) * (.6 + .3 * rng.random()))
+        given["start"], other["start"] = century + YEARS[early], century + YEARS[late]
+        given["end"] = other["end"] = century + "99"
+        one, two = (put(kind, lead, template, slots).prompt for slots in (given, other))
+        pair = Pair(one, two, YEARS[early + 1 : late + 1], YEARS[late + 1:], ())
+        return pair if rng.random() < .5 else Pair(two, one, pair.after, pair.before, ())
+    else:
+        known, untold = town_facts()
+        pairs = [pair for pair in known if (pair in untold) == (kind == "rule") and known[pair] != given["value"]]
+        near = [[pair for pair in pairs if given[kept] in pair] for kept in ("town", "trait")]
+        other["town"], other["trait"] = pick(rng, pick(rng, [found for found in near if found]))
+        other["value"] = known[other["town"], other["trait"]]
+    one, two = (put(kind, lead, template, slots) for slots in (given, other))
+    return Pair(one.prompt, two.prompt, one.right, two.right, subject)
 
 
 def main(arguments):
