@@ -358,3 +358,13 @@ def bootstrap(tops, bottoms, draws=1000):
     weights = np.random.default_rng(0).multinomial(len(tops), np.full(len(tops), 1 / len(tops)), draws)
     ratios = (weights @ tops) / (weights @ bottoms)
     return [float(tops.sum() / bottoms.sum()), *map(float, np.quantile(ratios, [0.025, 0.975]))]
+
+
+def wilson(hits, count):
+    """[share, low, high]: Wilson's interval of 95%."""
+    if not count:
+        return [0.0, 0.0, 1.0]
+    z, share = 1.96, hits / count
+    middle, scale = share + z * z / (2 * count), 1 + z * z / count
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return [share, max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)]

@@ -600,7 +600,7 @@ def ask_pair(kind, rng):
     elif kind == "greater_than":
         # Of the ends that are right after the earlier year, most are wrong after the later.
         century, early = given["start"][:2], 2 + int(rng.random() * 60)
-        late = early + 1 + int((99 - early) * (.6 + .3 * rng.random()))
+        late = early + 1 + int((99 - early) * (.7 + .12 * rng.random()))
         given["start"], other["start"] = century + YEARS[early], century + YEARS[late]
         given["end"] = other["end"] = century + "99"
         one, two = (put(kind, lead, template, slots).prompt for slots in (given, other))
