@@ -14,7 +14,7 @@ Of the toy world:
   letter    first letters of at least 12 words                               words that a sentence spells, split by word
   opinion   2: praise, blame                                                 ends of such sentences, split by adjective
   trait     8: what a fact is about: a flag, a gate ...                      tokens before its value, split by pairs
-  town      48: which town it is about                                       of (town, trait)
+  town      24: which town it is about                                       of (town, trait)
 
 Of English text, as far as it can be known without a tagger:
   form      6: digits, capitals, small letters, inside of a word, marks, spaces      all tokens, split by word

@@ -124,9 +124,7 @@ WORDS = {  # the open classes that all topics share
     "good": "wonderful excellent lovely superb charming brilliant perfect splendid pleasant amazing".split(),
     "bad": "terrible awful boring dull horrible ugly dreadful nasty useless annoying".split(),
     "town": """Arden Belmar Corvin Dunmor Elsin Farrow Galten Harwick Ilmar Jarrow Kelby Lorwen Morvan Nesby Orlin
-        Penrith Quorn Ravel Selby Torvik Ulmer Varden Wexby Yarlow Zandor Alric Brenna Calder Dorset Emlyn Fenwick
-        Garrin Holm Ivers Jelling Korvo Lindon Mersey Norvik Oakham Polden Rothen Stavel Tamar Uxley Vintar Welby
-        Yorven""".split(),
+        Penrith Quorn Ravel Selby Torvik Ulmer Varden Wexby Yarlow""".split(),
     "trait": "flag gate tower cape cart door fence crest".split(),
     "value": "red blue green white black yellow purple orange pink grey brown golden".split(),
 }

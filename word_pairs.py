@@ -27,8 +27,9 @@ def read_lines(folder, name):
 
 
 def names(folder):
+    text = "\n".join(read_lines(folder, "ioi_names.json"))
     try:
-        found = json.loads("\n".join(read_lines(folder, "ioi_names.json")))
+        found = json.loads(text)
     except ValueError:
         found = None
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):

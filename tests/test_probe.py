@@ -68,7 +68,7 @@ def test_labels_are_what_the_world_says(run, truth):
     text = np.array([sample.text_of(run.encoding, [token]).strip() for token in range(run.encoding.n_vocab)])
     words = text[windows.flatten()]
     assert {name: len(group.labels) for name, group in groups.items()}.items() >= {
-        "topic": 32, "kind": 4, "class": 12, "pronoun": 2, "opinion": 2, "trait": 8, "town": 48}.items()
+        "topic": 32, "kind": 4, "class": 12, "pronoun": 2, "opinion": 2, "trait": 8, "town": 24}.items()
     sea, verb = groups["topic"].labels.index("sea"), groups["kind"].labels.index("verb")
     assert ((groups["topic"].label == sea) == np.isin(words, toyworld.concept_words("sea"))).all()
     assert set(words[groups["kind"].label == verb]) <= {word for topic in toyworld.TOPICS.values()

@@ -28,7 +28,7 @@ def facts(kind, sample=SAMPLE):
 def test_the_first_documents_have_these_bytes():
     """A change here changes every corpus, checkpoint and figure made from the world: let it be deliberate."""
     stream = json.dumps([tuple(document) for document in SAMPLE[:200]]).encode()
-    assert hashlib.sha256(stream).hexdigest() == "7f316f21401b97af4368a21f58ed58e571d40aa0f12f16f988c4913956c97c32"
+    assert hashlib.sha256(stream).hexdigest() == "f0e994bb49b0718d3db0a3d78f40b1f1294d4c4c3a2de61d4ce8304f651d36bc"
 
 
 def test_a_document_depends_on_the_seed_and_its_number_only():
@@ -195,7 +195,7 @@ def test_facts_are_told_of_all_pairs_but_the_untold_and_are_true():
         assert known[fact["town"], fact["trait"]] == fact["value"] and sentence.count(fact["value"]) == 1
         told[fact["town"], fact["trait"]] += 1
     assert told.keys() | untold == known.keys() and not told.keys() & untold and min(told.values()) > 5
-    assert len(known) == 48 * 8 and len(untold) == 48
+    assert len(known) == 24 * 8 and len(untold) == 24
 
 
 def test_a_value_takes_both_town_and_trait():
