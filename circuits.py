@@ -13,10 +13,9 @@ e = mean(d_clean - d_patched) / mean(d_clean - d_target): 1 if the component car
 
 Edits, at the last position, of the features that one layer's MLP reads (SAEs of other sites: --site). Greedily, each
 edit the one that brings what the next computation reads nearest to what it reads in the target prompt. The model's own
-code is edited by slot: set to zero, or taken by a feature of the target's code, so that K edits make it the target's.
-SAEs and controls: f_j becomes the target's f_j, for features active in either; own (union) is edited so, too, and
-taking a slot is then two edits. The layer is the one whose MLP has the largest e at the last position (edited) or at
-all positions (paper), on pairs that are not tested.
+code is edited by slot: set to zero, or taken by a feature of the target's code, so that K of these make it the
+target's. SAEs and controls: f_j becomes the target's f_j, for features active in either; own (union) is edited so, too,
+and taking a slot is then two edits. Edits are chosen for the first of the ways below.
 
 Where an edit goes in:  own: mlp      the MLP reads the edited code, decoded: model(edit=...)
                              literal  the block's output is the edited code, decoded
@@ -24,10 +23,15 @@ Where an edit goes in:  own: mlp      the MLP reads the edited code, decoded: mo
                         SAEs: add     what the edit changes is added, and what they do not reconstruct stays
                              replace  the activation is the edited code, decoded
 
-Success: the target's answer is above the source's, and above the giver's name (ioi). The paper's rule leaves the first
-out where there is a giver. Rows: edits 0, 1, 2, 4, 8, K; all (the target's whole code); patch, the activation itself
-taken from the target, the ceiling; random edits and a random direction of the same norm, at K edits. Intervals are
-Wilson's, 95%.
+The layer is the one whose edited component (the MLP; for literal and delta the block) has the largest e at the last
+position (edited) or at all positions (paper), on pairs that are not tested; of blocks, whose e grows to 1, the first
+with 90% of the largest.
+
+Success: the target's answer is above the source's, and above all that is near and wrong: the giver's name (ioi), other
+values (fact). The paper's rule asks for a name above the giver's only. Rows: edits 0, 1, 2, 4, 8, K; all, the target's
+whole code; patch, the activation itself taken from the target, the ceiling; and for each number of edits, as many
+random ones, and a random direction of the same norm. Intervals of shares are Wilson's, 95%; of differences between two
+sources on the same pairs, by bootstrap over pairs.
 """
 import argparse
 import itertools
@@ -41,8 +45,21 @@ import torch.nn.functional as F
 import toyworld
 from checkpoint import open_run, weights_hash
 from dpb import Code
-from helpers import UserError, progress, provenance, run_script, say, suggest, whole_number, wilson, write_json
-from model import Cache
+from edits import code_of, distance, make_space, same_width, search
+from helpers import (
+    UserError,
+    bootstrap,
+    progress,
+    provenance,
+    run_script,
+    say,
+    suggest,
+    whole_file,
+    whole_number,
+    wilson,
+    write_json,
+)
+from model import PATCH_SITES, Cache
 from sae import all_sources
 from toyworld import is_toy
 from word_pairs import text_pairs
@@ -50,7 +67,7 @@ from word_pairs import text_pairs
 TASKS = ("ioi", "pronoun", "greater_than", "fact")
 COMPONENTS = ("attention_out", "mlp_out", "block_out")
 SPANS = ("last", "all")       # positions that are patched
-COUNTS = (0, 1, 2, 4, 8)      # of edits; K comes to it
+COUNTS = (0, 1, 2, 4, 8)      # of edits, as far as they are below K, which comes to them
 BATCH = 64                    # pairs at a time
 
 
@@ -67,14 +84,47 @@ class Batch(NamedTuple):
 # Pairs
 
 
-def toy_pairs(kind, count, seed):
+def draw_pairs(run, task, options):
+    """(pairs to choose layers on, pairs to test on, words of the lists that are no tokens): all of them different."""
+    toy, count = is_toy(run.encoding), options.choose + options.pairs
+    drawn, unknown = (toy_pairs(task, 0), 0) if toy else text_pairs(task, options.data, run.encoding, seed=0)
+    found, tries = {}, 0
+    for pair in drawn:
+        tries += 1
+        if options.answer == "digit" and task == "greater_than":
+            pair = by_digit(pair)
+        if pair is not None:
+            found.setdefault(frozenset(pair[:2]), pair)
+        if len(found) == count:
+            break
+        if tries == 100 * count:
+            raise UserError(f"{task} has no {count} different pairs, but {len(found)}: ask for fewer with --pairs and "
+                            "--choose")
+    found = list(found.values())
+    return found[: options.choose], found[options.choose :], unknown
+
+
+def toy_pairs(kind, seed):
+    """As many as are asked for."""
     rng = toyworld.Random(seed)
-    return [toyworld.ask_pair(kind, rng) for _ in range(count)]
+    while True:
+        yield toyworld.ask_pair(kind, rng)
 
 
-def make_batches(run, pairs):
-    """(batches, how many pairs were left out: their answers are no tokens, or their lengths differ)."""
-    encoding, device = run.encoding, run.model.embedding.weight.device
+def by_digit(pair):
+    """A pair of years whose answers are whole decades: those up to the later year's, and those after; or None."""
+    low, high = sorted((pair.before, pair.after))
+    early, late = int(low[0]) - 1, int(low[-1])
+    decades = [tuple(f"{year:02}" for year in range(100) if start < year // 10 <= end)
+               for start, end in ((early // 10, late // 10), (late // 10, 9))]
+    if not all(decades):
+        return None
+    return pair._replace(before=decades[pair.before != low], after=decades[pair.before == low])
+
+
+def make_batches(run, pairs, context=None):
+    """(batches, how many pairs were left out: their answers are no tokens, or their lengths differ or are too long)."""
+    encoding, device, context = run.encoding, run.model.embedding.weight.device, context or run.config.context
     by_length, out = {}, 0
     for number, pair in enumerate(pairs):
         try:
@@ -83,7 +133,7 @@ def make_batches(run, pairs):
             out += 1
             continue
         prompts = [[encoding.eot_token, *encoding.encode_ordinary(prompt)] for prompt in pair[:2]]
-        if len(prompts[0]) != len(prompts[1]) or len(prompts[0]) > run.config.context:
+        if len(prompts[0]) != len(prompts[1]) or len(prompts[0]) > context:
             out += 1
             continue
         by_length.setdefault(len(prompts[0]), []).append((number, *prompts, *answers))
@@ -117,10 +167,11 @@ def margin(logits, batch):
 
 
 def flipped(logits, batch):
-    """(n,) by our rule and by the paper's."""
-    before, after, subject = (mass(logits, mask) for mask in (batch.before, batch.after, batch.subject))
-    above = after > subject
-    return (after > before) & above, torch.where(batch.subject.any(1), above, after > before)
+    """(n,) by our rule and by the paper's, which is another where there is one wrong name."""
+    before, after = (mass(logits, mask) for mask in (batch.before, batch.after))
+    above = after > logits.float().masked_fill(~batch.subject, -torch.inf).amax(-1)
+    ours = (after > before) & above
+    return ours, torch.where(batch.subject.sum(1) == 1, above, ours)
 
 
 @torch.no_grad()
@@ -151,7 +202,7 @@ def read(model, tokens):
 
 @torch.no_grad()
 def mediate(model, batches):
-    """e of every component, layer and span: {(site, layer, span): e}."""
+    """[e, low, high] of every component, layer and span: {(site, layer, span): e}, with an interval over pairs."""
     clean, target, patched = [], [], {}
     for batch in batches:
         theirs = read(model, batch.target)
@@ -160,9 +211,9 @@ def mediate(model, batches):
         for site, layer, span in itertools.product(COMPONENTS, range(model.config.layers), SPANS):
             logits = last_logits(model, batch.source, patch=replacing(site, layer, span, theirs[site, layer]))
             patched.setdefault((site, layer, span), []).append(margin(logits, batch))
-    clean = torch.cat(clean)
-    whole = (clean - torch.cat(target)).mean()
-    return {key: ((clean - torch.cat(parts)).mean() / whole).item() for key, parts in patched.items()}
+    clean = torch.cat(clean).cpu()
+    whole = clean - torch.cat(target).cpu()
+    return {key: bootstrap(clean - torch.cat(parts).cpu(), whole) for key, parts in patched.items()}
 
 
 def replacing(site, layer, span, new):
@@ -174,117 +225,20 @@ def replacing(site, layer, span, new):
     return patch
 
 
-def choose_layer(effects, site, span):
-    """The layer whose component at the site has the largest effect; of a block's output the first with 90% of it."""
-    component = "block_out" if site == "block_out" else "attention_out" if site == "attention_in" else "mlp_out"
+def component_of(source, way):
+    """What an edit changes."""
+    if way in ("literal", "delta"):
+        return "block_out"
+    return source.site if source.site in COMPONENTS else "mlp_out"
+
+
+def choose_layer(effects, component, span):
+    """The layer of the largest effect; of blocks, the first that has 90% of it. effects: {(site, layer, span): e}."""
     of = {layer: e for (name, layer, where), e in effects.items() if (name, where) == (component, span)}
-    if component == "block_out":
-        return min(layer for layer, e in of.items() if e >= 0.9 * max(of.values()))
-    return max(of, key=of.get)
-
-
-# Edits
-
-
-class Space(NamedTuple):
-    """What edits are made of, for n pairs at one layer: the features of the source's code, then of the target's."""
-    source: Code          # (n, K) each
-    target: Code
-    rows: torch.Tensor    # (n, 2K, d) the vectors of both
-    gram: torch.Tensor    # (n, 2K, 2K) of the rows
-    pull: torch.Tensor    # (n, 2K) products of the rows with what is to be reached
-    scaled: bool          # whether what is decoded gets a given norm, so that only its direction counts
-    allowed: torch.Tensor  # (n, K + 1, K + 1): may feature k of the source go, j of the target come? Number K is none.
-
-    def start(self):
-        """Weights of the rows, (n, 2K)."""
-        return torch.cat([self.source.coefs, torch.zeros_like(self.target.coefs)], 1)
-
-    def end(self):
-        return torch.cat([torch.zeros_like(self.source.coefs), self.target.coefs], 1)
-
-
-def same_width(*codes):
-    """Codes with as many slots as the widest: what is added is not active."""
-    width = max(code.indices.shape[1] for code in codes)
-    return [Code(*(F.pad(part, (0, width - part.shape[1])) for part in code)) for code in codes]
-
-
-def make_space(part, source, target, union, change=None):
-    """part: encode, decode of a layer.  source, target: Codes (n, K).  change: (n, d), what edits are to add up to;
-    None: they are to give the direction of the target's code, decoded."""
-    indices = torch.cat([source.indices, target.indices], 1)[..., None]
-    ones = torch.ones_like(indices, dtype=torch.float32)
-    rows = part.decode(Code(indices, ones)) - part.decode(Code(indices, 0 * ones))
-    n, K = source.indices.shape
-    gram = rows @ rows.transpose(1, 2)
-    here, there = source.coefs != 0, target.coefs != 0
-    same = (source.indices[:, :, None] == target.indices[:, None]) & here[:, :, None] & there[:, None]  # (n, K, K)
-    allowed = torch.zeros(n, K + 1, K + 1, dtype=torch.bool, device=rows.device)
-    alone, new = here & ~same.any(2), there & ~same.any(1)  # active in the source only, in the target only
-    if union:
-        allowed[:, :K, :K] = same
-        allowed[:, :K, K], allowed[:, K, :K] = alone, new
-    else:  # a feature that both have comes to its own slot only
-        allowed[:, :K, :K] = same | new[:, None] & alone[:, :, None]
-        allowed[:, :K, K] = here
-    space = Space(source, target, rows, gram, None, change is None, allowed)
-    pull = gram @ space.end()[..., None] if change is None else rows @ change[..., None]
-    return space._replace(pull=pull[..., 0])
-
-
-def search(space, most, rng=None):
-    """Yield weights (n, 2K) after 0, 1, ... `most` edits: the best at each, or with rng any. A pair that no edit brings
-    nearer stays. Nothing is decoded: what an edit does follows from the products of the rows."""
-    K = space.source.indices.shape[1]
-    weights, allowed = space.start(), space.allowed.clone()
-    n, rows = len(weights), torch.arange(len(weights), device=weights.device)
-    own = F.pad(space.source.coefs, (0, 1))      # (n, K + 1): what goes
-    come = F.pad(space.target.coefs, (0, 1))     # what comes
-    square = space.gram.diagonal(dim1=1, dim2=2)
-    quadratic = ((F.pad(square[:, :K], (0, 1)) * own ** 2)[:, :, None]
-                 + (F.pad(square[:, K:], (0, 1)) * come ** 2)[:, None]
-                 - 2 * own[:, :, None] * come[:, None] * F.pad(space.gram[:, :K, K:], (0, 1, 0, 1)))
-
-    def linear(values):
-        """<values, edit> of every edit: values (n, 2K) of the rows -> (n, K + 1, K + 1)."""
-        return (F.pad(values[:, K:], (0, 1)) * come)[:, None] - (F.pad(values[:, :K], (0, 1)) * own)[:, :, None]
-
-    yield weights
-    for _ in range(most):
-        now = (space.gram @ (weights if space.scaled else weights - space.start())[..., None])[..., 0]
-        if space.scaled:  # the cosine with the target's, but for its norm
-            norm = (weights * now).sum(1)
-            before = (weights * space.pull).sum(1) / norm.clamp(min=1e-12).sqrt()
-            size = norm[:, None, None] + 2 * linear(now) + quadratic
-            value = ((weights * space.pull).sum(1)[:, None, None] + linear(space.pull)) / size.clamp(min=1e-12).sqrt()
-        else:  # the squared distance, negative
-            before = torch.zeros(n, device=weights.device)
-            value = 2 * linear(space.pull - now) - quadratic
-        value = value.masked_fill(~allowed, -torch.inf)
-        if rng is None:
-            best, at = value.flatten(1).max(1)
-            moves = best > before + 1e-9
-        else:
-            drawn = torch.rand(allowed.shape, generator=rng).to(value.device)
-            at = torch.where(allowed, drawn, -1.0).flatten(1).argmax(1)
-            moves = allowed.flatten(1).any(1)
-        k, j = at // (K + 1), at % (K + 1)
-        weights = weights.clone()
-        gone, came = moves & (k < K), moves & (j < K)
-        weights[rows[gone], k[gone]] = 0
-        weights[rows[came], K + j[came]] = space.target.coefs[rows[came], j[came]]
-        allowed[rows[gone], k[gone]] = False
-        allowed[rows[came], :, j[came]] = False
-        yield weights
-
-
-def code_of(space, weights):
-    """The edited Code; where nothing or everything is edited, the source's or the target's itself, with their slots."""
-    for code, weighted in ((space.source, space.start()), (space.target, space.end())):
-        if torch.equal(weights, weighted):
-            return code
-    return Code(torch.cat([space.source.indices, space.target.indices], 1), weights)
+    best = max(of, key=of.get)
+    if component != "block_out" or of[best] <= 0:
+        return best
+    return min(layer for layer, e in of.items() if e >= 0.9 * of[best])
 
 
 # What edits do
@@ -322,106 +276,97 @@ def ways_of(source):
     return ("mlp", "literal", "delta") if source.kind == "own" else ("add", "replace")
 
 
-def put_in(way, source, layer, here, space, weights):
-    """Arguments of the last token's pass in which the edit is made. here: its activations, unedited."""
-    part, x = source.layers[layer], here[source.site, layer]
-    code = code_of(space, weights)
-    if way == "mlp":
-        return {"edit": lambda number, old: Code(*(value[:, None] for value in code)) if number == layer else old}
-    if way == "literal":
-        return {"patch": at_site("block_out", layer, part.decode(code, like=x))}
-    if way == "delta":
+def is_scaled(source):
+    """Whether coefficients are standardised scores, so that decoding needs the norm of what it stands for."""
+    return source.kind in ("own", "hash")
+
+
+def edited(way, source, layer, here, space, weights):
+    """(site, activation) that an edit makes; of the way mlp, what the MLP reads. here: activations, unedited."""
+    part, x, code = source.layers[layer], here[source.site, layer], code_of(space, weights)
+    if way in ("mlp", "literal", "replace"):
+        return {"mlp": "reads", "literal": "block_out"}.get(way, source.site), part.decode(code, like=x)
+    if is_scaled(source):
         change = part.decode(code, like=x) - part.decode(space.source, like=x)
-        return {"patch": at_site("block_out", layer, here["block_out", layer] + change)}
-    if way == "add":
-        change = ((weights - space.start())[:, None] @ space.rows)[:, 0]
-        return {"patch": at_site(source.site, layer, x + change)}
-    return {"patch": at_site(source.site, layer, part.decode(code, like=x))}
+    else:
+        change = ((weights - space.start())[:, None] @ space.rows)[:, 0].to(x.dtype)
+    site = "block_out" if way == "delta" else source.site
+    return site, here[site, layer] + change
 
 
-def random_direction(source, layer, here, space, weights, rng, model):
+def put_in(way, source, layer, here, space, weights):
+    """Arguments of the last token's pass in which the edit is made."""
+    if way == "mlp":
+        code = Code(*(value[:, None] for value in code_of(space, weights)))
+        return {"edit": lambda number, old: code if number == layer else old}
+    site, new = edited(way, source, layer, here, space, weights)
+    return {"patch": at_site(site, layer, new)}
+
+
+def put_direction(way, model, source, layer, here, space, weights, rng):
     """The same for a random direction, as long as what the edit changes."""
-    part, x = source.layers[layer], here[source.site, layer]
-    if source.kind != "own":
-        change = ((weights - space.start())[:, None] @ space.rows)[:, 0]
-        return {"patch": at_site(source.site, layer, x + rotated(change, rng))}
-    y = part.decode(space.source, like=x)
-    noise = rotated(part.decode(code_of(space, weights), like=x) - y, rng)
-    reader = getattr(model.blocks[layer], model.config.site)
-    return {"patch": lambda at, number, x: reader((y + noise)[:, None]) if (at, number) == (
-        f"{model.config.site}_out", layer) else x}
-
-
-def rotated(x, rng):
-    other = torch.randn(x.shape, generator=rng).to(x)
-    return other * (x.norm(dim=-1, keepdim=True) / other.norm(dim=-1, keepdim=True))
+    site, new = edited(way, source, layer, here, space, weights)
+    old = edited(way, source, layer, here, space, space.start())[1]
+    noise = torch.randn(new.shape, generator=rng).to(new)
+    new = old + noise * ((new - old).norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True))
+    if site == "reads":
+        site, new = "mlp_out", model.blocks[layer].mlp(new)
+    return {"patch": at_site(site, layer, new)}
 
 
 @torch.no_grad()
-def edit_batch(run, source, layer, batch, union):
-    """{(way, row): (n, 2) flipped by both rules} and {k: distance left, as a share of that before any edit}, (n,)."""
-    model, part, own = run.model, source.layers[layer], source.kind == "own"
-    prompt, rng = Prompt(model, batch.source), torch.Generator().manual_seed(0)
+def edit_batch(run, source, layer, ways, batch, union, rng):
+    """{(way, row): (n, 2) flipped by both rules}, and {row: (n,)} what is left of the way to the target's code, or
+    activation, as a share of what it was."""
+    model, part, K = run.model, source.layers[layer], sum(run.config.active)
+    prompt = Prompt(model, batch.source)
     here, there = prompt.read(), Prompt(model, batch.target).read()
     x, goal = here[source.site, layer], there[source.site, layer]
     codes = same_width(*(part.encode(value.float()) for value in (x, goal)))
-    space = make_space(part, *codes, union or not own, None if own else (goal - x).float())
+    space = make_space(part, *codes, union, None if is_scaled(source) else (goal - x).float())
     found, left = {}, {}
 
     def note(way, row, arguments):
-        found[way, row] = torch.stack(flipped(prompt.logits(**arguments), batch), 1)
+        found[way, row] = torch.stack(flipped(prompt.logits(**arguments), batch), 1).cpu()
 
-    K = sum(run.config.active)
-    edited = {str(k) if k < K else "K": weights
-              for k, weights in enumerate(search(space, K)) if k in (*COUNTS, K)} | {"all": space.end()}
-    for row, weights in edited.items():
-        for way in ways_of(source):
+    def steps(**arguments):
+        return {"K" if k == K else str(k): weights for k, weights in enumerate(search(space, K, **arguments))
+                if k in (*COUNTS, K)}
+
+    greedy, drawn = steps(), steps(rng=rng)
+    for row, weights in [*greedy.items(), ("all", space.end())]:
+        left[row] = distance(part, space, weights, x, goal).cpu()
+        for way in ways:
             note(way, row, put_in(way, source, layer, here, space, weights))
-        left[row] = distance(part, space, weights, x, goal, own)
-    default = ways_of(source)[0]
-    note(default, "random direction", random_direction(source, layer, here, space, edited["K"], rng, model))
-    *_, weights = search(space, K, rng)
-    note(default, "random edits", put_in(default, source, layer, here, space, weights))
-    for way in ways_of(source):
+            if row not in ("0", "all"):
+                note(way, f"random {row}", put_in(way, source, layer, here, space, drawn[row]))
+                note(way, f"direction {row}", put_direction(way, model, source, layer, here, space, weights, rng))
+    for way in ways:
         site = "block_out" if way in ("literal", "delta") else source.site
         note(way, "patch", {"patch": at_site(site, layer, there[site, layer])})
     return found, left
-
-
-def distance(part, space, weights, x, goal, own):
-    """What is left of the way to what the target's next computation reads."""
-    if own:
-        y, start, end = (part.decode(code, like=like) for code, like in (
-            (code_of(space, weights), x), (space.source, x), (space.target, goal)))
-        return (y - end).norm(dim=1) / (start - end).norm(dim=1)
-    change = ((weights - space.start())[:, None] @ space.rows)[:, 0]
-    return (goal - x - change).norm(dim=1) / (goal - x).norm(dim=1)
 
 
 # The command
 
 
 def prepare(runs, options):
-    """{task: (batches to choose layers on, batches to test on)}, and a row of counts for each task."""
-    tasks, counts = {}, {}
+    """{task: (batches to choose layers on, batches to test on, pairs to test on)}, and counts for each task."""
+    tasks, counts, context = {}, {}, min(run.config.context for run in runs)
     for task in options.tasks:
-        parts = []
-        for seed, count in ((1, options.choose), (2, options.pairs)):
-            if is_toy(runs[0].encoding):
-                pairs, unknown = toy_pairs(task, count, seed), 0
-            else:
-                pairs, unknown = text_pairs(task, options.data, runs[0].encoding, count, seed)
-            batches, out = make_batches(runs[0], pairs)
-            right = {number: all(flags) for batch in batches for number, *flags in zip(
-                batch.numbers, *(answered(run, batch).tolist() for run in runs))}
-            keep = {number for number, yes in right.items() if yes}
-            parts.append([kept for batch in batches if (kept := pick_batch(batch, keep)) is not None])
-            counts[task] = {"pairs": count, "left_out": out, "unknown_words": unknown, "right": len(keep)}
-        tasks[task] = parts
-        known = counts[task]
-        say(f"{task}: {known['pairs']} pairs, {known['right']} of them answered right by every model"
-            + f"; {known['left_out']} left out, whose words are not one token each" * bool(known["left_out"])
-            + f"; {known['unknown_words']} words of the lists are no single tokens" * bool(known["unknown_words"]))
+        *parts, unknown = draw_pairs(runs[0], task, options)
+        kept, known = [], {"words of the lists that are no tokens": unknown}
+        for what, pairs in zip(("chosen on", "tested on"), parts):
+            batches, out = make_batches(runs[0], pairs, context)
+            right = {number for batch in batches for number, *flags in zip(
+                batch.numbers, *(answered(run, batch).tolist() for run in runs)) if all(flags)}
+            kept.append([part for batch in batches if (part := pick_batch(batch, right)) is not None])
+            known[what] = {"pairs": len(pairs), "left out": out, "right": len(right)}
+        tasks[task], counts[task] = (*kept, parts[1]), known
+        out = known["chosen on"]["left out"] + known["tested on"]["left out"]
+        say(f"{task}: of {len(parts[1])} pairs {known['tested on']['right']} are answered right by every model"
+            + f"; {out} left out, whose answers are not one token each or whose lengths differ" * bool(out)
+            + f"; {unknown} words of the lists are not one token each" * bool(unknown))
     return tasks, counts
 
 
@@ -439,84 +384,120 @@ def merge_layers(sources):
     return list(found.values())
 
 
-def sources_of(run, options, task):
+def sources_of(run, options):
     """(label, source, union) of all that can be edited in a run."""
     for site in options.site:
         for source in merge_layers(all_sources(run, site, weights_hash(run.model))):
-            yield source.name, source, False
+            missing = run.config.layers - len(source.layers)
+            if missing:
+                say(f"{name_of(run)}: {source.name} is missing at {missing} layers, so its layer is chosen of the rest")
+            yield source.name, source, source.kind != "own"
             if source.kind == "own":
                 yield "own (union)", source, True
 
 
-def test_source(run, source, layer, batches, union):
-    """{(way, row): (n, 2)}, {row: mean distance left}, and the numbers of the pairs."""
-    parts = [edit_batch(run, source, layer, batch, union) for batch in batches]
-    found = {key: torch.cat([flags[key] for flags, _ in parts]).cpu() for key in parts[0][0]}
-    left = {key: torch.cat([values[key] for _, values in parts]).mean().item() for key in parts[0][1]}
-    return found, left, [number for batch in batches for number in batch.numbers]
+def test_source(run, source, layer, ways, batches, union):
+    """{(way, row): (n, 2)}, and {row: mean of what is left}."""
+    rng = torch.Generator().manual_seed(0)
+    parts = [edit_batch(run, source, layer, ways, batch, union, rng) for batch in batches]
+    found = {key: torch.cat([flags[key] for flags, _ in parts]) for key in parts[0][0]}
+    return found, {key: torch.cat([values[key] for _, values in parts]).mean().item() for key in parts[0][1]}
 
 
 def work(runs, options, file):
-    """(effects, results): rows for the summary; a row a pair goes to the file."""
+    """(effects, results, counts): rows for the summary; a row a pair goes to the file."""
     tasks, counts = prepare(runs, options)
     effects, results, opened = [], [], {}
-    for task, (chosen_on, tested_on) in tasks.items():
+    for task, (chosen_on, tested_on, pairs) in tasks.items():
         if not chosen_on or not tested_on:
             say(f"{task}: no pair is answered right by every model, so there is nothing to flip")
             continue
+        numbers = [number for batch in tested_on for number in batch.numbers]
         for run in runs:
-            found = mediate(run.model, chosen_on)
-            effects += [{"task": task, "run": name_of(run), "site": site, "layer": layer, "span": span, "e": e}
-                        for (site, layer, span), e in found.items()]
+            progress(f"{task}, {name_of(run)}, mediation")
+            chosen = {key: e for key, (e, _, _) in mediate(run.model, chosen_on).items()}
+            effects += [{"task": task, "run": name_of(run), "site": site, "layer": layer, "span": span, "e": e,
+                         "n": len(numbers)} for (site, layer, span), e in mediate(run.model, tested_on).items()]
             if run.path not in opened:
-                opened[run.path] = list(sources_of(run, options, task))
+                opened[run.path] = list(sources_of(run, options))
             for label, source, union in opened[run.path]:
-                there = {key: e for key, e in found.items() if key[1] in source.layers}
-                layers = {select: choose_layer(there, source.site, span)
-                          for select, span in (("edited", "last"), ("paper", "all"))}
-                for layer in sorted(set(layers.values())):
+                there = {key: e for key, e in chosen.items() if key[1] in source.layers}
+                selected = {}  # layer: {way: the ways of choosing a layer that chose this one}
+                for way, (select, span) in itertools.product(ways_of(source), (("edited", "last"), ("paper", "all"))):
+                    layer = choose_layer(there, component_of(source, way), span)
+                    selected.setdefault(layer, {}).setdefault(way, []).append(select)
+                for layer, ways in sorted(selected.items()):
                     progress(f"{task}, {name_of(run)}, {label}, layer {layer}")
-                    flags, left, numbers = test_source(run, source, layer, tested_on, union)
-                    about = {"task": task, "run": name_of(run), "source": label, "site": source.site, "layer": layer,
-                             "select": [select for select in layers if layers[select] == layer]}
-                    for way in ways_of(source):
+                    flags, left = test_source(run, source, layer, ways, tested_on, union)
+                    for way, selects in ways.items():
+                        about = {"task": task, "run": name_of(run), "source": label, "key": source.key,
+                                 "site": source.site, "layer": layer, "way": way, "select": selects}
                         own = {row: values for (name, row), values in flags.items() if name == way}
                         shares = {row: {rule: wilson(hits, len(numbers))
                                         for rule, hits in zip(("ours", "paper"), values.sum(0).tolist())}
                                   for row, values in own.items()}
-                        results.append({**about, "way": way, "n": len(numbers), "left": left, "rows": shares})
+                        results.append({**about, "n": len(numbers), "rows": shares, "flags": own,
+                                        "left": left if way == ways_of(source)[0] else None})
                         for place, number in enumerate(numbers):
-                            print(json.dumps({**about, "way": way, "pair": number, "flipped": {
-                                row: values[place].tolist() for row, values in own.items()}}), file=file)
+                            line = {**about, "pair": number, "prompts": pairs[number][:2],
+                                    "flipped": {row: values[place].tolist() for row, values in own.items()}}
+                            print(json.dumps(line), file=file)
     progress("")
     return effects, results, counts
 
 
+def compare(results):
+    """Own features less each other source on the same pairs, each by its first way, where layers are chosen by the
+    edited component: rows with [difference, low, high] for each number of edits."""
+    shown = [row for row in results if "edited" in row["select"] and row["way"] in ("mlp", "add")]
+    rows = []
+    for own in [row for row in shown if row["source"].startswith("own")]:
+        for other in [row for row in shown if row["task"] == own["task"] and not row["source"].startswith("own")]:
+            differences = {}
+            for k in [k for k in own["flags"] if k in other["flags"] and k[0] not in "rd"]:
+                difference = own["flags"][k][:, 0].float() - other["flags"][k][:, 0].float()
+                differences[k] = bootstrap(difference, torch.ones_like(difference))
+            rows.append({"task": own["task"], "own": own["source"], "run": other["run"], "source": other["source"],
+                         "differences": differences})
+    return rows
+
+
 def print_effects(effects):
-    say("what a component carries: e, all positions / the last one")
+    say("what a component carries: e, all positions / the last one (intervals are in circuits.json)")
     for task, run in dict.fromkeys((row["task"], row["run"]) for row in effects):
-        own = {(row["site"], row["layer"], row["span"]): row["e"] for row in effects
+        own = {(row["site"], row["layer"], row["span"]): row["e"][0] for row in effects
                if (row["task"], row["run"]) == (task, run)}
-        say(f"{task:<14}{run:<14}" + "".join(f"{f'layer {layer}':>14}" for layer in sorted({key[1] for key in own})))
+        layers = sorted({key[1] for key in own})
+        say(f"{task:<14}{run:<14}" + "".join(f"{f'layer {layer}':>14}" for layer in layers))
         for site in COMPONENTS:
             say(f"  {site:<26}" + "".join(f"{own[site, layer, 'all']:.2f} / {own[site, layer, 'last']:.2f}".rjust(14)
-                                          for layer in sorted({key[1] for key in own})))
+                                          for layer in layers))
 
 
 def print_results(results, select, rule):
-    rows = [*map(str, COUNTS), "K", "all", "patch", "random edits", "random direction"]
+    counts = [*map(str, COUNTS), "K"]
     shown = [row for row in results if select in row["select"]]
     for task in dict.fromkeys(row["task"] for row in shown):
         n = next(row["n"] for row in shown if row["task"] == task)
-        say(f"{task}: share flipped ({'ours' if rule == 'ours' else 'the rule of the paper'}), n = {n}, layers by "
-            f"{select}; +- half of the interval at K")
-        say(f"  {'run':<12}{'source':<22}{'way':<9}{'layer':>5}" + "".join(f"{row:>7}" for row in rows[:8])
-            + f"{'+-':>7}{'random':>9}{'direction':>11}")
+        say(f"{task}: share flipped by {'our rule' if rule == 'ours' else 'the rule of the paper'}, n = {n}, layers by "
+            f"{select}; the interval is that at K; random edits and direction at 8 and K")
+        say(f"  {'run':<12}{'source':<20}{'way':<8}{'layer':>5}" + "".join(f"{name:>6}" for name in (
+            *counts, "all", "patch")) + f"{'95%':>14}{'random':>13}{'direction':>13}")
         for row in [row for row in shown if row["task"] == task]:
-            cells = [f"{row['rows'][name][rule][0]:.2f}" if name in row["rows"] else "" for name in rows]
-            value, low, high = row["rows"]["K"][rule]
-            say(f"  {row['run']:<12}{row['source']:<22}{row['way']:<9}{row['layer']:>5}"
-                + "".join(f"{cell:>7}" for cell in cells[:8]) + f"{(high - low) / 2:>7.2f}{cells[8]:>9}{cells[9]:>11}")
+            cells = {name: f"{value[rule][0]:.2f}" for name, value in row["rows"].items()}
+            _, low, high = row["rows"]["K"][rule]
+            controls = [f"{cells.get(f'{name} 8', '')} {cells[f'{name} K']}" for name in ("random", "direction")]
+            say(f"  {row['run']:<12}{row['source']:<20}{row['way']:<8}{row['layer']:>5}"
+                + "".join(f"{cells.get(name, ''):>6}" for name in (*counts, "all", "patch"))
+                + f"{low:.2f} to {high:.2f}".rjust(14) + "".join(f"{control:>13}" for control in controls))
+
+
+def print_differences(rows):
+    say("own less another source on the same pairs, share flipped, with 95% of bootstrap draws over pairs")
+    for row in rows:
+        cells = [f"{k}: {value:+.2f} [{low:+.2f}, {high:+.2f}]" for k, (value, low, high) in row["differences"].items()
+                 if k in ("1", "8", "K")]
+        say(f"  {row['task']:<14}{row['own']:<12} less {row['run']}: {row['source']:<20}" + "  ".join(cells))
 
 
 def draw_effects(effects, path):
@@ -528,9 +509,9 @@ def draw_effects(effects, path):
     tasks = list(dict.fromkeys(row["task"] for row in effects))
     figure, panels = plt.subplots(len(rows), len(tasks), figsize=(3 * len(tasks) + 1, 1.5 * len(rows) + 1),
                                   layout="constrained", squeeze=False)
-    for line, (run, span) in zip(panels, rows):
+    for number, (line, (run, span)) in enumerate(zip(panels, rows)):
         for axes, task in zip(line, tasks):
-            own = {(row["site"], row["layer"]): row["e"] for row in effects
+            own = {(row["site"], row["layer"]): row["e"][0] for row in effects
                    if (row["run"], row["span"], row["task"]) == (run, span, task)}
             layers = sorted({layer for _, layer in own})
             grid = [[own[site, layer] for layer in layers] for site in COMPONENTS]
@@ -540,7 +521,7 @@ def draw_effects(effects, path):
                     axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
             axes.set_xticks(range(len(layers)), layers)
             axes.set_yticks(range(len(COMPONENTS)), COMPONENTS if axes is line[0] else [""] * len(COMPONENTS))
-            if line is panels[0]:
+            if number == 0:
                 axes.set_title(task)
         line[0].set_ylabel(f"{run}\n{'all positions' if span == 'all' else 'last position'}")
     figure.colorbar(image, ax=panels, shrink=0.6, label="e")
@@ -550,42 +531,49 @@ def draw_effects(effects, path):
 
 
 def draw_edits(results, path):
-    """Success against the number of edits, each source with its default way; ceilings dotted, controls grey."""
+    """Success against the number of edits, by where they go in; dotted the ceiling, grey the controls."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [row for row in results if "edited" in row["select"]]
-    tasks, ways = list(dict.fromkeys(row["task"] for row in shown)), (("mlp", "add"), ("literal", "replace"))
-    figure, panels = plt.subplots(len(ways), len(tasks), figsize=(3.4 * len(tasks), 6), layout="constrained",
-                                  sharey=True, squeeze=False)
-    names = list(dict.fromkeys((row["run"], row["source"]) for row in shown))
-    colours = {name: f"C{place}" for place, name in enumerate(
-        name for name in names if not name[1].startswith(("hash", "neurons")))}
-    for line, way in zip(panels, ways):
+    shown = [row for row in results if "edited" in row["select"] and row["way"] in ("mlp", "add", "literal")]
+    tasks = list(dict.fromkeys(row["task"] for row in shown))
+    places = [place for place in dict.fromkeys(place_of(row) for row in shown)]
+    figure, panels = plt.subplots(len(places), len(tasks), figsize=(3.4 * len(tasks), 2.7 * len(places) + 1.2),
+                                  layout="constrained", sharey=True, squeeze=False)
+    names = dict.fromkeys((row["run"], row["source"]) for row in shown
+                          if not row["source"].startswith(("hash", "neurons")))
+    colours = {name: f"C{number}" for number, name in enumerate(names)}
+    positions = {name: number for number, name in enumerate((*map(str, COUNTS), "K"))}
+    for number, (line, place) in enumerate(zip(panels, places)):
         for axes, task in zip(line, tasks):
-            for row in [row for row in shown if row["task"] == task and row["way"] in way]:
-                name, counts = (row["run"], row["source"]), [*map(str, COUNTS), "K"]
-                value = [row["rows"][k]["ours"] for k in counts]
-                control = name not in colours
-                axes.errorbar(range(len(counts)), [v[0] for v in value], color=colours.get(name, "0.6"),
-                              yerr=[[v[0] - v[1] for v in value], [v[2] - v[0] for v in value]], capsize=2,
-                              linestyle={True: "--", False: "-"}[row["source"].startswith("neurons")],
-                              linewidth=0.8 if control else 1.5, label=f"{name[0]}: {name[1]}")
-                axes.plot([0, len(counts) - 1], [row["rows"]["patch"]["ours"][0]] * 2, color=colours.get(name, "0.6"),
-                          linestyle=":", linewidth=0.8)
-            axes.set_xticks(range(len(counts)), counts)
+            for row in [row for row in shown if row["task"] == task and place_of(row) == place]:
+                name = row["run"], row["source"]
+                at = [count for count in positions if count in row["rows"]]
+                values, low, high = zip(*(row["rows"][count]["ours"] for count in at))
+                errors = [[value - least for value, least in zip(values, low)],
+                          [most - value for value, most in zip(values, high)]]
+                style = {"color": colours.get(name, "0.6"), "linewidth": 1.5 if name in colours else 0.8}
+                axes.errorbar([positions[count] for count in at], values, yerr=errors, capsize=2,
+                              linestyle="--" if name[1].startswith("neurons") else "-", label=": ".join(name), **style)
+                axes.axhline(row["rows"]["patch"]["ours"][0], linestyle=":", **style)
+            axes.set_xticks(list(positions.values()), positions)
             axes.set_ylim(-0.03, 1.03)
             axes.grid(alpha=0.3)
-            if line is panels[0]:
+            if number == 0:
                 axes.set_title(task)
-        line[0].set_ylabel(f"flipped; {way[0]} or {way[1]}")
+            if number == len(places) - 1:
+                axes.set_xlabel("edits")
+        line[0].set_ylabel(f"flipped, {place}")
     handles = {label: handle for line in panels for axes in line
                for handle, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.supxlabel("edits (dotted: the whole activation of the target)")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def place_of(row):
+    return "block_out" if row["way"] == "literal" else row["site"]
 
 
 def parse(arguments):
@@ -597,7 +585,9 @@ def parse(arguments):
     parser.add_argument("--pairs", type=whole_number, default=200, metavar="N", help="pairs to test on (200)")
     parser.add_argument("--choose", type=whole_number, default=100, metavar="N", help="pairs to choose layers on (100)")
     parser.add_argument("--site", nargs="+", default=["mlp_in"], metavar="SITE",
-                        help="of SAEs and controls: mlp_in, block_out ... (mlp_in)")
+                        help="where SAEs and controls are edited: mlp_in, block_out ... (mlp_in)")
+    parser.add_argument("--answer", choices=("set", "digit"), default="set",
+                        help="greater_than: years after either start, or whole decades of them (set)")
     parser.add_argument("--data", metavar="DIR", help="folder with circuits/, the word lists for other than toy models")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     return parser.parse_args(arguments)
@@ -612,25 +602,35 @@ def main(arguments):
     for task in options.tasks:
         if task not in known:
             raise UserError(f"there is no task {task!r}{suggest(task, known)}")
-    for run in runs[1:]:
+    for site in options.site:
+        if site not in PATCH_SITES:
+            raise UserError(f"there is no site {site!r}{suggest(site, PATCH_SITES)}")
+    for run in runs:
         if run.content["tokenizer"]["id"] != runs[0].content["tokenizer"]["id"]:
             raise UserError(f"{run.path} has another tokenizer than {runs[0].path}: train both on the same data")
+        if run.config.site != "mlp":
+            raise UserError(f"{run.path} has its bottleneck before attention, where edits are not made here: give a "
+                            "run with site = 'mlp'")
+    if len({name_of(run) for run in runs}) < len(runs):
+        raise UserError("two runs have folders of one name, so that their rows could not be told apart: rename one")
     if not toy and options.data is None:
         raise UserError("a model of other text than the toy world needs the word lists: --data DIR, a folder with "
                         "circuits/ioi_names.json, winogender_occupations.tsv and greater_than_nouns.txt in it")
     home = os.path.dirname(runs[0].path)
-    rows = os.path.join(home, "circuits.jsonl")
-    with open(rows + ".part", "w", encoding="utf-8") as file:
+    with whole_file(os.path.join(home, "circuits.jsonl")) as file:
         effects, results, counts = work(runs, options, file)
-    os.replace(rows + ".part", rows)
-    if not results:
-        raise UserError("no task has a pair that every model answers right: train longer, or compare other models")
+        if not results:
+            raise UserError("no task has a pair that every model answers right: train longer, or compare other models")
+    differences = compare(results)
     print_effects(effects)
     for select, rule in (("edited", "ours"), ("paper", "ours"), ("edited", "paper")):
         print_results(results, select, rule)
-    write_json(os.path.join(home, "circuits.json"), {
-        "effects": effects, "results": results, "pairs": counts, **provenance(),
-        "weights": {run.path: weights_hash(run.model) for run in runs}}, indent=1)
+    print_differences(differences)
+    about = {"weights": {run.path: weights_hash(run.model) for run in runs},
+             "configs": {run.path: vars(run.config) for run in runs}, "options": vars(options), **provenance()}
+    rows = [{key: value for key, value in row.items() if key != "flags"} for row in results]
+    write_json(os.path.join(home, "circuits.json"),
+               {"effects": effects, "results": rows, "differences": differences, "pairs": counts, **about}, indent=1)
     draw_effects(effects, os.path.join(home, "effects.png"))
     draw_edits(results, os.path.join(home, "edits.png"))
     say(f"written to {home}: circuits.json, circuits.jsonl (a row a pair), effects.png, edits.png")

@@ -100,26 +100,35 @@ def questions(name, folder=None, limit=None):
 @torch.no_grad()
 def toy_answers(model, encoding, count=256, **arguments):
     """{kind: (right, nats)} of the toy world's questions, (count,) each: whether right answers have more mass than
-    wrong ones, and -log of the mass that they have. The model is called with the arguments."""
+    wrong ones, and -log of the mass that they have. The model is called with the arguments. A kind whose prompts are
+    longer than the context, or whose answers are no tokens of this vocabulary, is left out."""
     training, answered = model.training, {}
     model.eval()
     for kind in toyworld.QUESTIONS:
         rng = random.Random(1)
         asked = [toyworld.ask(kind, rng) for _ in range(count)]
         prompts = [torch.tensor([encoding.eot_token, *encoding.encode_ordinary(question.prompt)]) for question in asked]
-        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(model.embedding.weight.device)
-        if padded.shape[1] > model.config.context:
+        try:
+            answers = [[[encoding.encode_single_token(answer) for answer in side] for side in question[1:]]
+                       for question in asked]
+        except KeyError:  # a run on the world as it was before it had these words
             continue
-        ends = torch.tensor([len(prompt) - 1 for prompt in prompts])  # no token sees the padding behind it
-        mass = model(padded, **arguments)[torch.arange(count), ends].float().softmax(-1).cpu()  # (count, V)
-
-        def of(answers, row):
-            return sum(row[encoding.encode_single_token(answer)].item() for answer in answers)
-        right, wrong = (np.array([of(answers, row) for answers, row in zip(side, mass)])
-                        for side in zip(*((question.right, question.wrong) for question in asked)))
+        if max(map(len, prompts)) > model.config.context:
+            continue
+        mass = [row for part in range(0, count, 64) for row in last_masses(model, prompts[part : part + 64], arguments)]
+        right, wrong = (np.array([row[ids].sum().item() for row, ids in zip(mass, side)]) for side in zip(*answers))
         answered[kind] = right > wrong, -np.log(np.maximum(right, 1e-30))
     model.train(training)
     return answered
+
+
+def last_masses(model, prompts, arguments):
+    """The probabilities of what follows each prompt: (n, V)."""
+    weight = model.embedding.weight
+    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(weight.device)  # none sees what is behind it
+    ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=weight.device)
+    x = model.hidden(padded, **arguments)[torch.arange(len(prompts), device=weight.device), ends]
+    return torch.nn.functional.linear(x, weight).float().softmax(-1).cpu()
 
 
 def source(name, folder=None):

@@ -267,7 +267,7 @@ class Question(NamedTuple):
 
 class Pair(NamedTuple):
     """Two prompts of equal length; the next tokens that are right after each, `before` after the source and `after`
-    after the target; and the one that is wrong after both though it is near, if there is one."""
+    after the target; and those that are wrong after both though they are near, if there are any."""
     source: str
     target: str
     before: tuple
@@ -611,6 +611,8 @@ def ask_pair(kind, rng):
         other["town"], other["trait"] = pick(rng, pick(rng, [found for found in near if found]))
         other["value"] = known[other["town"], other["trait"]]
     one, two = (put(kind, lead, template, slots) for slots in (given, other))
+    if kind in ("fact", "rule"):
+        subject = tuple(answer for answer in one.wrong if answer in two.wrong)
     return Pair(one.prompt, two.prompt, one.right, two.right, subject)
 
 

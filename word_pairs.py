@@ -1,6 +1,6 @@
 """Pairs of prompts for models of English text: indirect objects, pronouns, spans of years, from lists of words.
 
-    pairs, unknown = text_pairs("ioi", folder, encoding, count=200, seed=0)
+    pairs, unknown = text_pairs("ioi", folder, encoding, seed=0)      as many pairs as are asked for
 
 The folder has circuits/ioi_names.json, circuits/winogender_occupations.tsv and circuits/greater_than_nouns.txt. A name,
 occupation or noun that is not one token with its space is left out; `unknown` says how many.
@@ -48,52 +48,58 @@ def occupations(folder):
                         "bls_pct_female, with tabs between") from None
 
 
-def text_pairs(kind, folder, encoding, count, seed):
-    rng = Random(seed)
-    unknown = set()
+def text_pairs(kind, folder, encoding, seed):
+    """(an endless stream of pairs, how many words of the lists are not one token)."""
+    rng, unknown = Random(seed), set()
 
     def known(words):
         """Those that are one token after a space."""
-        found = []
-        for word in words:
-            if len(encoding.encode_ordinary(" " + word)) == 1:
-                found.append(word)
-            else:
-                unknown.add(word)
+        found = [word for word in words if len(encoding.encode_ordinary(" " + word)) == 1]
+        unknown.update(set(words) - set(found))
         return found
 
-    pairs = []
     if kind == "ioi":
         people = known(names(folder))
         need(people, 3, "names", folder)
-        for _ in range(count):
-            receiver, giver, other = rng.sample(people, 3)
-            place, thing, first = rng.choice(PLACES), rng.choice(OBJECTS), rng.random() < 0.5
-            source, target = (f"When {' and '.join((one, giver) if first else (giver, one))} went to the {place}, "
-                              f"{giver} gave a {thing} to" for one in (receiver, other))
-            pairs.append(Pair(source, target, (" " + receiver,), (" " + other,), (" " + giver,)))
-    elif kind == "pronoun":
+        return forever(indirect_object, rng, people), len(unknown)
+    if kind == "pronoun":
         shares = occupations(folder)
-        jobs = known(shares)
-        women, men = ([job for job in jobs if test(shares[job])] for test in (lambda x: x >= 0.7, lambda x: x <= 0.3))
+        women, men = (known([job for job, share in shares.items() if test(share)])
+                      for test in (lambda share: share >= 0.7, lambda share: share <= 0.3))
         need(women, 1, "occupations of women", folder)
         need(men, 1, "occupations of men", folder)
-        for _ in range(count):
-            she, he, saying = rng.choice(women), rng.choice(men), rng.choice(SAYINGS)
-            one, two = (f"The {job} {saying}" for job in (she, he))
-            pair = Pair(one, two, (" she",), (" he",), ())
-            pairs.append(pair if rng.random() < 0.5 else Pair(two, one, pair.after, pair.before, ()))
-    else:
-        nouns = known(read_lines(folder, "greater_than_nouns.txt"))
-        need(nouns, 1, "nouns", folder)
-        for _ in range(count):
-            noun, early = rng.choice(nouns), rng.randrange(2, 62)
-            late = early + 1 + int((99 - early) * rng.uniform(0.7, 0.82))
-            one, two = (f"The {noun} lasted from the year 17{year:02} to the year 17" for year in (early, late))
-            low, high = (tuple(f"{year:02}" for year in part) for part in (range(early + 1, late + 1),
-                                                                           range(late + 1, 100)))
-            pairs.append(Pair(one, two, low, high, ()) if rng.random() < 0.5 else Pair(two, one, high, low, ()))
-    return pairs, len(unknown)
+        return forever(pronoun, rng, women, men), len(unknown)
+    nouns = known([line.strip() for line in read_lines(folder, "greater_than_nouns.txt") if line.strip()])
+    need(nouns, 1, "nouns", folder)
+    return forever(greater_than, rng, nouns), len(unknown)
+
+
+def forever(make, *arguments):
+    while True:
+        yield make(*arguments)
+
+
+def indirect_object(rng, people):
+    receiver, giver, other = rng.sample(people, 3)
+    place, thing, first = rng.choice(PLACES), rng.choice(OBJECTS), rng.random() < 0.5
+    source, target = (f"When {' and '.join((one, giver) if first else (giver, one))} went to the {place}, "
+                      f"{giver} gave a {thing} to" for one in (receiver, other))
+    return Pair(source, target, (" " + receiver,), (" " + other,), (" " + giver,))
+
+
+def pronoun(rng, women, men):
+    saying = rng.choice(SAYINGS)
+    she, he = (f"The {rng.choice(jobs)} {saying}" for jobs in (women, men))
+    return Pair(she, he, (" she",), (" he",), ()) if rng.random() < 0.5 else Pair(he, she, (" he",), (" she",), ())
+
+
+def greater_than(rng, nouns):
+    """Of the ends that are right after the earlier year, most are wrong after the later."""
+    noun, early = rng.choice(nouns), rng.randrange(2, 62)
+    late = early + 1 + int((99 - early) * rng.uniform(0.7, 0.82))
+    one, two = (f"The {noun} lasted from the year 17{year:02} to the year 17" for year in (early, late))
+    low, high = (tuple(f"{year:02}" for year in part) for part in (range(early + 1, late + 1), range(late + 1, 100)))
+    return Pair(one, two, low, high, ()) if rng.random() < 0.5 else Pair(two, one, high, low, ())
 
 
 def need(words, least, what, folder):

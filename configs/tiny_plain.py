@@ -7,4 +7,4 @@ IOI 1.00, pronoun 1.00, greater-than 0.87.
 base = "tiny.py"
 variance_weight = 0.0
 reconstruction_weight = 0.0
-max_steps = 1800
+decay_fraction = 0.5
