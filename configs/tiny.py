@@ -1,9 +1,10 @@
 """The tiny parity model on the embedded toy world: see all of it work in minutes, without a GPU.
 
-It learns first and is aligned later: both auxiliary losses are off for the first 60% of the steps, and it is they that
-make features mean something (docs/results.md#what-single-features-stand-for). tiny_plain.py is without them.
-Cost: 6 minutes on 2 CPU cores. Result, measured (seed 0): validation loss 1.1782, dead features 0.59% and 0.04%,
-IOI 1.00, pronoun 1.00, greater-than 0.93.
+It learns first and is aligned later: both auxiliary losses are off for the first 60% of the steps, and then act while
+the rate is still high (it falls in the last 30%). It is they that make features mean something
+(docs/results.md#what-single-features-stand-for); tiny_plain.py is without them.
+Cost: about 6 minutes on 2 CPU cores. Result, measured (seed 0, one thread): validation loss 1.1288, dead features 0.78%
+and 0.06%, IOI 1.00, pronoun 1.00, greater-than 0.89, facts 0.98.
 """
 layers = 4
 d = 128

@@ -50,7 +50,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,eval,sae,probe,data,plot,ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
+0 {train,sample,eval,sae,probe,circuits,data,plot,ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
 1 train.py small.py --out=new --vocab_size=1e7 --d=32768 --heads=1 --bottleneck=none
@@ -114,6 +114,9 @@ COMMANDS = r"""
 1 probe.py truth {nowhere,data,small.py,plain.pt,{byte}}
 1 probe.py {x,truth}
 ? probe.py truth out/run --tokens 256 --sources own {| true,2>&-}
+? circuits.py out/run --against out/dense --pairs 4 --choose 4 --site {mlp_in,block_out}
+1 circuits.py out/run --pairs 4 --choose 4 {--site x,--tasks {byte},--tasks x,--answer x,--against out/run}
+1 circuits.py {nowhere,data,small.py,plain.pt,{byte}}
 0 sample.py out/run --top-features --index-tokens 256
 1 RANK=0:1:2 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64  # says evenly
 1 sample.py out/run --prompt-file {/proc/self/mem,latin1.txt,data,null}
@@ -122,6 +125,7 @@ COMMANDS = r"""
 ? sample.py out/run --tokens 3 --prompt The {| true,2>&-}
 1 eval.py out/run --tasks hellaswag --data {latin1,deep,digits,label7,label-1,string,empty,none,list,nowhere}
 1 eval.py out/run --tasks lambada --data {latin1,no_word,list}
+? eval.py out/{run,dense} --tasks answers --limit {1,3}
 0 eval.py out/run --tasks hellaswag,lambada --data good
 ? eval.py out/run --tasks lambada --data long_word
 ? eval.py out/listed --tasks val
