@@ -518,7 +518,8 @@ def draw_effects(effects, path):
             image = axes.imshow(grid, vmin=-1, vmax=1, cmap="RdBu_r", aspect="auto")
             for y, values in enumerate(grid):
                 for x, value in enumerate(values):
-                    axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
+                    axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8,
+                              color="white" if abs(value) > 0.7 else "black")
             axes.set_xticks(range(len(layers)), layers)
             axes.set_yticks(range(len(COMPONENTS)), COMPONENTS if axes is line[0] else [""] * len(COMPONENTS))
             if number == 0:
