@@ -196,7 +196,7 @@ def test_the_index_finds_a_planted_feature(folder, tmp_path):
     """A direction is added to one token's embedding; the feature of that coordinate must fire on it, and hardest."""
     run = open_run(str(folder / "out" / "tiny"))
     run = run._replace(path=str(tmp_path / "best.pt"))
-    token = encode(run.encoding, " gave")[0]
+    token = encode(run.encoding, " was")[0]
     with torch.no_grad():
         run.model.embedding.weight[int(token)] = 0
         run.model.embedding.weight[int(token), 9] = -50.0
