@@ -218,8 +218,9 @@ def steer_eval(run, source, options, concepts=HELD_OUT, choose=32, test=64, base
         alpha = max(fluent)[1] if fluent else min(alphas)
         share, spread, formed, sentences = measure(texts(test, options.seed + 2, vector, alpha), concept)
         reached += share >= 3 * before and formed >= 0.8
+        factor = f"{share / before:.1f}" if before else "-"
         print(f"{concept:12}{before:9.2%} +-{error:6.2%}{alpha:7g}{share:9.2%} +-{spread:6.2%}"
-              f"{share / max(before, 1e-9):8.1f}{formed:13.1%}{sentences:11}", flush=True)
+              f"{factor:>8}{formed:13.1%}{sentences:11}", flush=True)
     print(f"{reached} of {len(concepts)} concepts: at least 3 times the unsteered share, at least 80% well-formed")
 
 
