@@ -447,18 +447,19 @@ def work(runs, options, file):
 
 
 def compare(results):
-    """Own features less each other source on the same pairs, each by its first way, where layers are chosen by the
+    """Own features less each other source on the same pairs, where both edit the same place, layers chosen by the
     edited component: rows with [difference, low, high] for each number of edits."""
-    shown = [row for row in results if "edited" in row["select"] and row["way"] in ("mlp", "add")]
+    shown = [row for row in results if "edited" in row["select"] and row["way"] in ("mlp", "literal", "add")]
+    own, others = ([row for row in shown if row["source"].startswith("own") == mine] for mine in (True, False))
     rows = []
-    for own in [row for row in shown if row["source"].startswith("own")]:
-        for other in [row for row in shown if row["task"] == own["task"] and not row["source"].startswith("own")]:
+    for one, two in itertools.product(own, others):
+        if one["task"] == two["task"] and place_of(one) == place_of(two):
             differences = {}
-            for k in [k for k in own["flags"] if k in other["flags"] and k[0] not in "rd"]:
-                difference = own["flags"][k][:, 0].float() - other["flags"][k][:, 0].float()
+            for k in [k for k in (*map(str, COUNTS), "K") if k in one["flags"] and k in two["flags"]]:
+                difference = one["flags"][k][:, 0].float() - two["flags"][k][:, 0].float()
                 differences[k] = bootstrap(difference, torch.ones_like(difference))
-            rows.append({"task": own["task"], "own": own["source"], "run": other["run"], "source": other["source"],
-                         "differences": differences})
+            rows.append({"task": one["task"], "own": f"{one['source']}, {one['way']}", "run": two["run"],
+                         "source": two["source"], "differences": differences})
     return rows
 
 
@@ -497,7 +498,7 @@ def print_differences(rows):
     for row in rows:
         cells = [f"{k}: {value:+.2f} [{low:+.2f}, {high:+.2f}]" for k, (value, low, high) in row["differences"].items()
                  if k in ("1", "8", "K")]
-        say(f"  {row['task']:<14}{row['own']:<12} less {row['run']}: {row['source']:<20}" + "  ".join(cells))
+        say(f"  {row['task']:<14}{row['own']:<21} less {row['run']}: {row['source']:<20}" + "  ".join(cells))
 
 
 def draw_effects(effects, path):
