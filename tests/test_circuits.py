@@ -2,7 +2,7 @@
 import dataclasses
 import json
 import os
-from itertools import islice
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -127,11 +127,20 @@ def test_layers_are_chosen_by_the_component_that_is_edited(parity):
     assert circuits.choose_layer(negative, "block_out", "all") == 0
 
 
-def test_no_pair_is_both_chosen_on_and_tested(parity):
+def test_no_pair_is_both_chosen_on_and_tested(parity, monkeypatch):
     options = circuits.parse(["run", "--pairs", "40", "--choose", "30"])
     for task in circuits.TASKS:
         chosen, tested, _ = circuits.draw_pairs(parity, task, options)
         assert len({frozenset(pair[:2]) for pair in chosen + tested}) == 70 and len(chosen) == 30
+    few = list(islice(circuits.toy_pairs("ioi", 0), 70))
+    swapped = [pair._replace(source=pair.target, target=pair.source) for pair in few]
+    with monkeypatch.context() as patched:  # pairs that come again, also the other way round, count once
+        patched.setattr(circuits, "toy_pairs", lambda kind, seed: (pair for pair in (*few[:9], *swapped[:9], *few)))
+        chosen, tested, _ = circuits.draw_pairs(parity, "ioi", options)
+        assert chosen + tested == few
+        patched.setattr(circuits, "toy_pairs", lambda kind, seed: cycle(few[:69]))
+        with pytest.raises(UserError, match="no 70 different pairs, but 69"):
+            circuits.draw_pairs(parity, "ioi", options)
     options.answer = "digit"
     for pair in circuits.draw_pairs(parity, "greater_than", options)[1]:
         low, high = sorted((pair.before, pair.after))
