@@ -545,7 +545,8 @@ def draw_edits(results, path):
                                   layout="constrained", sharey=True, squeeze=False)
     names = dict.fromkeys((row["run"], row["source"]) for row in shown
                           if not row["source"].startswith(("hash", "neurons")))
-    colours = {name: f"C{number}" for number, name in enumerate(names)}
+    palette = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # C7 is grey
+    colours = {name: palette[number % len(palette)] for number, name in enumerate(names)}
     positions = {name: number for number, name in enumerate((*map(str, COUNTS), "K"))}
     for number, (line, place) in enumerate(zip(panels, places)):
         for axes, task in zip(line, tasks):
