@@ -3,8 +3,8 @@
 It learns first and is aligned later: both auxiliary losses are off for the first 60% of the steps, and then act while
 the rate is still high (it falls in the last 30%). It is they that make features mean something
 (docs/results.md#what-single-features-stand-for); tiny_plain.py is without them.
-Cost: about 6 minutes on 2 CPU cores. Result, measured (seed 0, one thread): validation loss 1.1288, dead features 0.78%
-and 0.06%, IOI 1.00, pronoun 1.00, greater-than 0.89, facts 0.98.
+Cost: 5 min 47 s on 2 CPU cores. Result, measured (seed 0, one thread or two): validation loss 1.1288, dead features
+0.78% and 0.06%, IOI 1.00, pronoun 1.00, greater-than 0.89, facts 0.98.
 """
 layers = 4
 d = 128
