@@ -28,11 +28,11 @@ import toyworld
 from checkpoint import newest_run, open_run
 from features import effect, find_parents, level_of, open_index, parse_feature, prompt_tokens
 from helpers import UserError, run_script, within
-from probe import describe_feature, top_features
 from sources import open_source, read_codes
 from steer import HELD_OUT, Vector, contrast, count_toy_words, perplexity, piece, steered, steering_source, text_of
 from tokenizer import END
 from toyworld import is_toy
+from truth import describe_feature, top_features
 
 HELP = """  /steer CONCEPT [ALPHA]   steer; /steer alone stops it      /alpha ALPHA   how strongly
   /seed SEED               of the next text                  /quit          or Ctrl-D
