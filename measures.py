@@ -18,7 +18,7 @@ sum_j f_j (w . W_dec_j) off a probe's score, with f_j the text's mean: no text i
   TPP   how much accuracy a class loses by its own features, less the mean of what the other classes lose by them
 
 Absorption. p = x . unit probe of a class. Main features of the class: those of the shortest sparse probe that one more
-feature improves by less than 0.03 in F1. Absorbers: no main feature, cos(W_dec, probe) >= 0.1, f cos > 0, the 3 largest.
+feature improves by less than 0.03 in F1. Absorbers: no main feature, cos(W_dec, probe) >= 0.1, f cos > 0, the 3 first.
 With M and A what main features and absorbers add up to of p: 0 if M >= p or A < 0.4 p; 1 if M <= 0; else
 a / (a + M), a = min(A, p - M). The mean over the words that the probe knows, then over classes.
 """

@@ -18,7 +18,6 @@ mean over the labels of a group; +- is half of the interval that holds 95% of bo
 for all sources, so that differences between two of them are paired. Purity: of features that fire on at least 20
 tokens, the share of the commonest label among the 20 strongest, the mean over features.
 """
-import argparse
 import functools
 import os
 from typing import NamedTuple
@@ -28,7 +27,7 @@ import numpy as np
 from autoencoder import VARIANTS
 from checkpoint import open_run, weights_hash
 from dpb import unfold
-from helpers import UserError, progress, provenance, run_script, say, suggest, whole_number, write_json
+from helpers import UserError, progress, provenance, say, suggest, write_json
 from labels import groups_of
 from model import GPT
 from sae import all_sources
@@ -233,18 +232,18 @@ def top_features(run, source, count, top):
 # The command
 
 
-def sources_of(run, wanted):
-    """The sources of a run before its MLPs, by name."""
-    for source in all_sources(run, "mlp_in", weights_hash(run.model)):
+def sources_of(run, wanted, site="mlp_in"):
+    """The sources of a run at a site, by name."""
+    for source in all_sources(run, site, weights_hash(run.model)):
         if wanted is None or source.name.partition("-")[0] in wanted:
             yield source
 
 
-def random_weights(run):
+def random_weights(run, site="mlp_in"):
     """The hash of an untrained model's activations."""
     config = run.config
     untrained = run._replace(model=GPT(config).to(run.model.embedding.weight.device).eval())
-    return untrained, open_source(untrained, "hash")._replace(name="random weights")
+    return untrained, open_source(untrained, "hash", site)._replace(name="random weights")
 
 
 def truth(options):
@@ -335,24 +334,3 @@ def draw(rows, path):
     figure.supxlabel("layer")
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def parse(arguments):
-    parser = argparse.ArgumentParser(prog="probe.py", formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
-    commands = parser.add_subparsers(dest="command", required=True)
-    known = commands.add_parser("truth", help="single features against what is known about tokens")
-    known.add_argument("run", help="a run's folder or checkpoint")
-    known.add_argument("--against", nargs="+", default=[], metavar="RUN", help="other runs, such as the dense twin")
-    known.add_argument("--sources", metavar="A,B", help="only these: own, hash, neurons, random, variants of SAE (all)")
-    known.add_argument("--tokens", type=whole_number, default=2 ** 16, metavar="N", help="validation tokens (65536)")
-    known.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    return parser.parse_args(arguments)
-
-
-def main(arguments):
-    truth(parse(arguments))
-
-
-if __name__ == "__main__":
-    run_script(main)

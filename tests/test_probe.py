@@ -12,6 +12,7 @@ import labels
 import probe
 import sample
 import toyworld
+import truth as truth_of
 from checkpoint import open_run, save
 from config import Config
 from helpers import UserError
@@ -54,13 +55,13 @@ def made(fires, strength=None, noise=200):
     tokens = np.r_[at, rng.integers(0, N, noise)]
     values = np.r_[np.full(len(at), 2.0) if strength is None else strength[at], rng.random(noise)]
     order = np.lexsort((-values, ids))
-    return probe.Firings(ids[order], tokens[order], values[order])
+    return truth_of.Firings(ids[order], tokens[order], values[order])
 
 
 def scores(given, group):
     """(F1 where it was chosen, F1 on unseen words, feature) by (label, half)."""
-    return {(detail["label"], half): (detail["chosen"], probe.f1(counts.sum(0)), detail["feature"])
-            for half in (0, 1) for detail, counts in probe.test(given, group, half)}
+    return {(detail["label"], half): (detail["chosen"], truth_of.f1(counts.sum(0)), detail["feature"])
+            for half in (0, 1) for detail, counts in truth_of.test(given, group, half)}
 
 
 def test_labels_are_what_the_world_says(run, truth):
@@ -157,9 +158,9 @@ def test_the_threshold_is_chosen_with_the_feature(truth):
     group = groups["class"]
     job = group.label == group.labels.index("job")
     strength = np.where(job, 3.0, 1.0)  # it fires on everything, but harder on jobs
-    (detail, counts), *_ = (pair for pair in probe.test(made(np.ones_like(job), strength), group, 0)
+    (detail, counts), *_ = (pair for pair in truth_of.test(made(np.ones_like(job), strength), group, 0)
                             if pair[0]["label"] == "job")
-    assert detail["feature"] == 7 and detail["threshold"] == 3.0 and probe.f1(counts.sum(0)) == 1.0
+    assert detail["feature"] == 7 and detail["threshold"] == 3.0 and truth_of.f1(counts.sum(0)) == 1.0
 
 
 def test_the_best_choice_is_that_of_trying_all(truth):
@@ -170,7 +171,7 @@ def test_the_best_choice_is_that_of_trying_all(truth):
     best = max((2 * label[fires].sum() / (len(fires) + label.sum()), feature, threshold)
                for feature in np.unique(given.ids) for threshold in given.strength[given.ids == feature]
                for fires in [given.tokens[(given.ids == feature) & (given.strength >= threshold)]])
-    feature, threshold, score = probe.choose(given, label[given.tokens].astype(int), label.sum())
+    feature, threshold, score = truth_of.choose(given, label[given.tokens].astype(int), label.sum())
     assert score == pytest.approx(best[0]) and (feature, threshold) == best[1:]
 
 
@@ -179,8 +180,8 @@ def test_purity_of_known_contexts(truth):
     group = groups["kind"]
     things, verbs = (np.flatnonzero(group.label == number)[:20] for number in (1, 3))
     mixed = np.r_[things[:15], verbs[:5]]
-    given = probe.Firings(np.repeat([1, 2, 3], [20, 20, 5]), np.r_[things, mixed, verbs[:5]], np.ones(45))
-    assert probe.purity(given, group) == (pytest.approx((1 + 0.75) / 2), 2)
+    given = truth_of.Firings(np.repeat([1, 2, 3], [20, 20, 5]), np.r_[things, mixed, verbs[:5]], np.ones(45))
+    assert truth_of.purity(given, group) == (pytest.approx((1 + 0.75) / 2), 2)
 
 
 def test_the_command_says_what_it_found(world, capsys):
@@ -207,12 +208,12 @@ def test_features_get_names(world, run, capsys, monkeypatch):
     windows = tokens.windows(range(40), 32)[:, :-1].numpy()
     sea = np.isin(windows.flatten(), [run.encoding.encode_single_token(f" {word}")
                                       for word in toyworld.WORDS["place"]])
-    line = probe.describe_feature(run, tokens, 40 * 32, np.flatnonzero(sea))
+    line = truth_of.describe_feature(run, tokens, 40 * 32, np.flatnonzero(sea))
     assert "class place, precision 1.00, recall 1.00" in line
     monkeypatch.setattr(toyworld, "TOKEN_PATTERN", "another")
     token = run.encoding.encode_single_token(" the")
     at = np.flatnonzero(windows.flatten() == token)
-    line = probe.describe_feature(run, tokens, 40 * 32, at)
+    line = truth_of.describe_feature(run, tokens, 40 * 32, at)
     assert line.startswith(f"most specific to: ' the' ({len(at)} of {len(at)})")
     with pytest.raises(UserError, match="toy world"):
         sample.main([str(world / "tiny"), "--top-features"])
@@ -221,7 +222,7 @@ def test_features_get_names(world, run, capsys, monkeypatch):
 
 
 def test_random_weights_are_those_of_an_untrained_model(run):
-    untrained, source = probe.random_weights(run)
+    untrained, source = truth_of.random_weights(run)
     assert torch.equal(untrained.model.embedding.weight, GPT(run.config).embedding.weight)
     assert source.name == "random weights" and sorted(source.layers) == [0, 1]
     assert not torch.equal(source.layers[0].bottleneck.mean, open_source(run, "hash").layers[0].bottleneck.mean) or \

@@ -219,7 +219,8 @@ def test_effects_and_ablations_are_those_of_saebench(scr):
         features = measures.top_effects(found, n)
         assert n > 30 or set(features) == set(np.flatnonzero(mask.numpy()))
         means = main.ablated_precomputed_activations(x.clone(), sae, mask, 7)
-        scores = measures.ablated((mean @ w[0].double().numpy())[:, None], X, np.flatnonzero(mask.numpy()), dots[:, None])
+        scores = measures.ablated((mean @ w[0].double().numpy())[:, None], X, np.flatnonzero(mask.numpy()),
+                                  dots[:, None])
         np.testing.assert_allclose(scores[:, 0], (means @ w[0]).numpy(), atol=1e-5)
 
 
