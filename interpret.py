@@ -110,8 +110,8 @@ on which it fires, the strongest first. Say in one short phrase, of at most 20 w
 specific than the texts demand: your phrase should cover most of the marked words. Answer with "It fires on" and the \
 phrase, nothing else."""
 TELL = """A unit of a neural network fires on some words of short texts. You are told what it fires on, and given \
-{count} numbered texts in mixed order. In which of them does it fire, on any word? Answer with their numbers, separated \
-by commas, or with the word None; nothing else."""
+{count} numbered texts in mixed order. In which of them does it fire, on any word? Answer with their numbers, with \
+commas between them, or with the word None; nothing else."""
 
 
 def written(places, tokens, encoding, fires=None):
