@@ -149,7 +149,7 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class Judge:
-    """A model behind an address. pause: seconds before the second attempt.  patience: seconds that an answer may take."""
+    """A model behind an address. pause: seconds before the second attempt; patience: that an answer may take."""
 
     def __init__(self, model, cache, url, key, temperature=0.0, pause=1.0, patience=90.0):
         self.model, self.url, self.temperature, self.pause, self.patience = model, url, temperature, pause, patience
