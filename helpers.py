@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import zlib
@@ -245,7 +246,7 @@ class Records:
     again, however the program ended. A damaged line is as if it had never been written."""
 
     def __init__(self, path):
-        self.path = path
+        self.path, self.lock = path, threading.Lock()
         rows, lines = read_lines(path)
         self.known = {row["key"]: row["value"] for row in rows if isinstance(row.get("key"), str) and "value" in row}
         if lines > len(self.known):
@@ -259,7 +260,7 @@ class Records:
 
     def add(self, key, value):
         line = checked_line({"key": key, "value": value})
-        with open(self.path, "ab+") as file:
+        with self.lock, open(self.path, "ab+") as file:
             if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
                 line = "\n" + line  # after one that was cut off
             file.write(line.encode())

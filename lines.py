@@ -10,6 +10,7 @@ added to: the norm of the first over the mean norm of the second, the mean over 
 """
 import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
 import torch
@@ -171,14 +172,26 @@ class Writer:
 
 
 def write_all(writer, lines, concepts):
-    """({line: a record for each concept}, {(run, seed): texts without steering})."""
+    """({line: a record for each concept}, {(run, seed): texts without steering}).
+
+    On a CPU each core works on a line of its own: the operations of a small model are too short to be shared out.
+    """
     base = {(name, seed): writer.unsteered(name, seed) for name in writer.runs for seed in (0, 1)}
-    found, began, fresh, total = {line: [] for line in lines}, time.monotonic(), 0, len(lines) * len(concepts)
-    for done, (line, (number, concept)) in enumerate(itertools.product(lines, enumerate(concepts)), 1):
-        before = len(writer.records.known)
-        found[line].append(writer.steered(line, concept, number))
-        fresh += len(writer.records.known) - before
-        left = int((time.monotonic() - began) / max(1, fresh) * (total - done))
-        progress(f"{done} of {total}, {left // 60}:{left % 60:02} left: {line}, {concept.name}")
-    progress("")
+    tasks = list(itertools.product(lines, range(len(concepts))))
+    device, before = next(iter(writer.runs.values())).model.embedding.weight.device, len(writer.records.known)
+    workers = torch.get_num_threads() if device.type == "cpu" else 1
+    pool, began = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)), time.monotonic()
+    try:
+        work = [pool.submit(writer.steered, line, concepts[number], number) for line, number in tasks]
+        for done, task in enumerate(as_completed(work), 1):
+            task.result()
+            fresh = len(writer.records.known) - before
+            left = int((time.monotonic() - began) / max(1, fresh) * (len(tasks) - done))
+            progress(f"{done} of {len(tasks)} lines and concepts, {left // 60}:{left % 60:02} left")
+    finally:
+        pool.shutdown(cancel_futures=True)  # what is under way is finished, and kept
+        progress("")
+    found = {line: [] for line in lines}
+    for (line, _), task in zip(tasks, work):
+        found[line].append(task.result())
     return found, base
