@@ -197,6 +197,21 @@ def open_run(path, device="cpu"):
     return Run(model.to(pick_device(str(device))).eval(), config, encoding, content, path)
 
 
+def open_runs(paths, device="cpu"):
+    """Runs to compare: with one tokenizer, and folders of different names, by which they are told apart."""
+    runs = [open_run(path, device) for path in paths]
+    for run in runs:
+        if run.content["tokenizer"]["id"] != runs[0].content["tokenizer"]["id"]:
+            raise UserError(f"{run.path} has another tokenizer than {runs[0].path}: train both on the same data")
+    if len({name_of(run) for run in runs}) < len(runs):
+        raise UserError("two runs have folders of one name, so that their rows could not be told apart: rename one")
+    return runs
+
+
+def name_of(run):
+    return os.path.basename(os.path.dirname(os.path.abspath(run.path)))
+
+
 def load_weights(model, weights, path):
     try:
         model.load_state_dict(weights)

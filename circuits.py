@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 
 import toyworld
-from checkpoint import open_run, weights_hash
+from checkpoint import name_of, open_runs, weights_hash
 from dpb import Code
 from edits import code_of, distance, make_space, same_width, search
 from helpers import (
@@ -370,10 +370,6 @@ def prepare(runs, options):
     return tasks, counts
 
 
-def name_of(run):
-    return os.path.basename(os.path.dirname(os.path.abspath(run.path)))
-
-
 def merge_layers(sources):
     """Sources of one layer each, with the same name, as one."""
     found = {}
@@ -598,7 +594,7 @@ def parse(arguments):
 
 def main(arguments):
     options = parse(arguments)
-    runs = [open_run(path, options.device) for path in (options.run, *options.against)]
+    runs = open_runs((options.run, *options.against), options.device)
     toy = is_toy(runs[0].encoding)
     known = TASKS if toy else TASKS[:3]
     options.tasks = known if options.tasks is None else options.tasks.split(",")
@@ -609,13 +605,9 @@ def main(arguments):
         if site not in PATCH_SITES:
             raise UserError(f"there is no site {site!r}{suggest(site, PATCH_SITES)}")
     for run in runs:
-        if run.content["tokenizer"]["id"] != runs[0].content["tokenizer"]["id"]:
-            raise UserError(f"{run.path} has another tokenizer than {runs[0].path}: train both on the same data")
         if run.config.site != "mlp":
             raise UserError(f"{run.path} has its bottleneck before attention, where edits are not made here: give a "
                             "run with site = 'mlp'")
-    if len({name_of(run) for run in runs}) < len(runs):
-        raise UserError("two runs have folders of one name, so that their rows could not be told apart: rename one")
     if not toy and options.data is None:
         raise UserError("a model of other text than the toy world needs the word lists: --data DIR, a folder with "
                         "circuits/ioi_names.json, winogender_occupations.tsv and greater_than_nouns.txt in it")

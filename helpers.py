@@ -17,8 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import zlib
 
 import numpy as np
 
@@ -218,6 +220,51 @@ def checksum(content):
     """Of what JSON keeps of it."""
     plain = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def checked_line(row):
+    """A dict as a line of JSON, with its checksum."""
+    return json.dumps(row | {"crc": zlib.crc32(json.dumps(row).encode())}) + "\n"
+
+
+def read_lines(path):
+    """(rows, lines): the dicts of a file of such lines, and how many lines it has. One that was cut off, damaged, or is
+    not ours is left out; one without a checksum counts."""
+    rows, lines = [], []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, errors="replace") as file:
+        lines = file.readlines()
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and row.pop("crc", None) in (None, zlib.crc32(json.dumps(row).encode())):
+                rows.append(row)
+    return rows, len(lines)
+
+
+class Records:
+    """What is known by key, in a file that is only ever added to: work that was done once, or paid for, is not done
+    again, however the program ended. A damaged line is as if it had never been written."""
+
+    def __init__(self, path):
+        self.path, self.lock = path, threading.Lock()
+        rows, lines = read_lines(path)
+        self.known = {row["key"]: row["value"] for row in rows if isinstance(row.get("key"), str) and "value" in row}
+        if lines > len(self.known):
+            say(f"{path}: {lines - len(self.known)} damaged or repeated line(s) of {lines} are left out")
+
+    def __contains__(self, key):
+        return key in self.known
+
+    def __getitem__(self, key):
+        return self.known[key]
+
+    def add(self, key, value):
+        line = checked_line({"key": key, "value": value})
+        with self.lock, open(self.path, "ab+") as file:
+            if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+                line = "\n" + line  # after one that was cut off
+            file.write(line.encode())
+        self.known[key] = json.loads(line)["value"]
 
 
 @contextlib.contextmanager

@@ -290,10 +290,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens, count, temperature=1.0, top_k=None, top_p=None, seed=0,
-                 stop=None, edit=None, patch=None, cached=True):
+                 stop=None, edit=None, patch=None, cached=True, forced=None):
         """Yield `count` next tokens (B,) of the prompts tokens (B, T), one step at a time;
         ends early once each row had `stop`.
 
+        forced (B, n): what the first n steps give, where it is not -1. Prompts of several lengths go into one batch so,
+        without padding: what the longer ones have more than the shortest is forced.
         temperature 0 is greedy. When the context is full, generation goes on from its second half. `cached=False`
         recomputes everything at every step: the same tokens, slowly.
         """
@@ -307,9 +309,11 @@ class GPT(nn.Module):
         window, cache = tokens[:, -context:], Cache() if cached else None
         ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         fresh = window  # what the cache has not seen
-        for _ in range(count):
+        for step in range(count):
             logits = self(fresh if cached else window, edit=edit, patch=patch, cache=cache)[:, -1].float()
             chosen = sample(logits, temperature, top_k, top_p, rng)
+            if forced is not None and step < forced.shape[1]:
+                chosen = torch.where(forced[:, step] < 0, chosen, forced[:, step])
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)
                 ended |= chosen == stop
@@ -327,16 +331,34 @@ def sample(logits, temperature, top_k, top_p, rng):
     """One token for each row of logits (B, V)."""
     if temperature < 1e-6:  # below, nothing else has any probability left
         return logits.argmax(-1)
-    logits = logits / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    values, order = (logits / temperature).softmax(-1), None  # (B, V)
+    if top_k is not None and top_k < values.shape[-1]:
+        values, order = values.topk(top_k)
+        values = values / values.sum(-1, keepdim=True)
     if top_p is not None and top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probabilities = ordered.softmax(-1)
-        # The smallest set with mass top_p: those with less before them.
-        before = probabilities.cumsum(-1) - probabilities
-        logits = logits.scatter(1, order, ordered.masked_fill(before >= top_p, -math.inf))
-    return torch.multinomial(logits.softmax(-1), 1, generator=rng)[:, 0]
+        values, places = nucleus(values, top_p)
+        order = places if order is None else order.gather(1, places)
+    mass = values.double().cumsum(-1)
+    if not mass[:, -1].isfinite().all():
+        raise ValueError("the model gives no probabilities, but infinities: its weights, or an edit, are too large")
+    drawn = torch.rand(len(mass), 1, generator=rng, device=mass.device, dtype=mass.dtype) * mass[:, -1:]
+    place = torch.searchsorted(mass, drawn, right=True).clamp(max=(values > 0).sum(-1, keepdim=True) - 1)
+    return (place if order is None else order.gather(1, place))[:, 0]
+
+
+def nucleus(values, top_p):
+    """(probabilities, tokens) of the smallest set with mass top_p, the likeliest first, then zeros: (B, n) both.
+
+    To sort all would take most of the time of a small model. Few tokens have the mass in most rows; the others are
+    looked at again.
+    """
+    V, size = values.shape[-1], min(16, values.shape[-1])
+    kept, order = values.topk(size)
+    while (short := kept.sum(-1) < top_p).any() and size < V:
+        kept, order = (F.pad(part, (0, min(V, 16 * size) - size)) for part in (kept, order))
+        size = kept.shape[-1]
+        kept[short], order[short] = values[short].topk(size)
+    return kept.masked_fill(kept.cumsum(-1) - kept >= top_p, 0), order  # those with less before them
 
 
 class Cache:

@@ -3,32 +3,18 @@
     python plot.py out/tiny out/tiny_gpt out/tiny_topk [--out losses.png]
 """
 import argparse
-import contextlib
-import json
 import os
-import zlib
 
-from helpers import UserError, run_script
-
-
-def metrics_line(row):
-    """A row of metrics.jsonl, with its checksum."""
-    return json.dumps(row | {"crc": zlib.crc32(json.dumps(row).encode())}) + "\n"
+from helpers import UserError, read_lines, run_script
 
 
 def read_metrics(folder, say=None):
     """The rows of a run's metrics.jsonl. A line that was cut off, damaged, or is not ours is left out and said."""
-    path, rows, lines = os.path.join(folder, "metrics.jsonl"), [], []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, errors="replace") as file:
-        lines = file.readlines()
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and is_number(row.get("step"), int) and is_number(row.get("loss")):
-                if row.pop("crc", None) in (None, zlib.crc32(json.dumps(row).encode())):
-                    rows.append(row)
-    if say and len(lines) > len(rows):
-        say(f"{path}: {len(lines) - len(rows)} damaged line(s) of {len(lines)} are left out")
+    path = os.path.join(folder, "metrics.jsonl")
+    rows, lines = read_lines(path)
+    rows = [row for row in rows if is_number(row.get("step"), int) and is_number(row.get("loss"))]
+    if say and lines > len(rows):
+        say(f"{path}: {lines - len(rows)} damaged line(s) of {lines} are left out")
     return rows
 
 

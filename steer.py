@@ -69,13 +69,24 @@ class Vector(NamedTuple):
 def steering_source(run, name=None, site=None, layer=0):
     """The source that a model is steered with: the one named; else its own, or the stream after a layer."""
     if name is None and run.config.bottleneck == "none":
-        d = run.config.d
-        return Source("stream", "stream", f"stream {layer}", "block_out", d, {layer: Neurons(d, d)})
+        return stream_source(run, [layer])
     return open_source(run, "own" if name is None else name, site)
 
 
+def stream_source(run, layers):
+    """All coordinates of the residual stream after some layers."""
+    d = run.config.d
+    return Source("stream", "stream", f"stream {' '.join(map(str, layers))}", "block_out", d,
+                  {layer: Neurons(d, d) for layer in layers})
+
+
 def add_features(vector, alpha, layer, code):
-    """The code (..., K) with the vector's features of this layer, alpha times their weights: (..., K + k)."""
+    """The code (..., K) with the vector's features of this layer, alpha times their weights: (..., K + k).
+
+    alpha: a number, or a tensor that broadcasts with the weights, such as (B, 1, 1), one for each text.
+    """
+    if layer not in vector.layers:
+        return code
     row = vector.layers.tolist().index(layer)
     shape = *code.indices.shape[:-1], vector.indices.shape[1]
     more = Code(vector.indices[row].to(code.indices).expand(shape),
@@ -89,11 +100,15 @@ def steered(source, vector, alpha=1.0):
         return {}
     if source.kind == "own":
         return source.edited(functools.partial(add_features, vector, alpha))
-    rows = {layer: row for row, layer in enumerate(vector.layers.tolist())}
+    rows, added = {layer: row for row, layer in enumerate(vector.layers.tolist())}, {}
 
     def add(layer, x):
-        indices, weights = vector.indices[rows[layer]].to(x.device), vector.weights[rows[layer]].to(x.device)
-        return x + source.added(layer, indices, alpha * weights).to(x.dtype)
+        if layer not in rows:
+            return x
+        if layer not in added:  # once, not for every token of a text
+            indices, weights = vector.indices[rows[layer]].to(x.device), vector.weights[rows[layer]].to(x.device)
+            added[layer] = source.added(layer, indices, weights)
+        return x + (alpha * added[layer]).to(x.dtype)
     return source.patched(add)
 
 
@@ -139,7 +154,7 @@ def contrast(run, source, concept, positive, negative, k=256, steps=100):
         if not any(text.strip() for text in texts):
             raise UserError(f"there is no {name} text: the contrast needs some of both")
     if source.kind == "stream":
-        indices = torch.arange(source.m)[None]
+        indices = torch.arange(source.m).repeat(len(source.layers), 1)
         weights = mean_stream(run, source, positive) - mean_stream(run, source, negative)
     else:
         difference = mean_features(run, source, positive) - mean_features(run, source, negative)

@@ -32,6 +32,7 @@ from dpb import DeepParityBottleneck, update_moments
 from features import FeatureCounts
 from helpers import (
     UserError,
+    checked_line,
     link_file,
     locked,
     progress,
@@ -475,7 +476,7 @@ class Metrics:
         if run.step - last >= run.config.log_every:
             say(f"{self.path()} has no row between steps {last} and {run.step}: they were lost, or logged less often")
         with whole_file(self.path()) as file:
-            file.writelines(map(plot.metrics_line, rows))
+            file.writelines(map(checked_line, rows))
         self.size = os.path.getsize(self.path())
         self.loggers = [start(run) for start in find_loggers(run.config)]
 
@@ -484,7 +485,7 @@ class Metrics:
         return run.path(f"metrics.{run.fresh}.jsonl" if run.fresh else "metrics.jsonl")
 
     def write(self, row):
-        self.waiting.append(plot.metrics_line(row))
+        self.waiting.append(checked_line(row))
         try:
             with open(self.path(), "r+") as file:
                 file.truncate(self.size)  # half a row may be there

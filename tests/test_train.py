@@ -765,7 +765,7 @@ def test_a_folder_may_have_any_name(arguments, tmp_path):
 def test_a_run_killed_at_its_first_evaluation_starts_again(arguments, tmp_path):
     rows = go(arguments("whole"))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(map(plot.metrics_line, rows[:6])))
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(map(helpers.checked_line, rows[:6])))
     assert go(arguments()) == rows
 
 

@@ -1,0 +1,436 @@
+"""Steering, judged: how much of a concept can be had for how much fluency.
+
+    python pareto.py out/tiny --against out/tiny_gpt                          the toy world, all of it
+    python pareto.py out/small_2l --against out/gpt_small --prefixes FILE --judge openai:gpt-4o-mini --dry-run
+    python pareto.py out/web --against out/web_gpt --judge run:out/other      offline: likelihood under another model
+
+For each concept a vector of features is made from texts with it and texts without it (steer.py), in two ways: contrast,
+the paper's (difference of mean activations, the k largest, unit length), and fitted (the same features, with weights
+that make the first texts likely). Texts that go on from the same prefixes are written at growing alpha, and judged for
+the concept and for fluency (judge.py). Lines, each at all layers and at the middle one:
+
+    parity model     own features; the controls hash, an untrained bottleneck on rotated activations, and random, as
+                     many of its own features drawn by lot
+    dense model      features of SAEs; stream, the difference of means in the residual stream after the layer; the
+                     controls hash, and random, a direction of the stream drawn by lot
+
+alpha is given as a ratio, the same for all lines: the norm of what is added over the mean norm of what it is added to,
+the mean over layers. For own features that is the code, decoded, before it gets the norm of the input.
+
+The table has the most of a concept that a line reaches within the allowance of fluency: at most a tenth of the scale
+(0.2 of 0 to 2) less than unsteered texts. One alpha for all concepts is chosen on every other prefix, and its scores
+are those of the rest, which chose nothing; then the same with an alpha for each concept. Intervals hold 95% of
+bootstrap draws over concepts, and differences are paired. Beside them stand alpha = 0 with another seed, and the
+question about another concept. Texts are kept as they are written: the same command goes on after an interruption.
+"""
+import argparse
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from autoencoder import VARIANTS
+from checkpoint import name_of, open_run, open_runs, weights_hash
+from concepts import PREFIX_WORDS, text_concepts, text_prefixes, toy_concepts, toy_prefixes
+from helpers import UserError, bootstrap, provenance, run_script, say, suggest, whole_file, within, write_json
+from judge import Asked, Grammar, Likelihood, cost_of, least_fluency, open_judge, share_of_sentences
+from lines import Line, Writer, lines_of, open_sources, write_all
+from sample import columns, numbers
+from steer import HELD_OUT
+from tokenizer import END, encode
+from toyworld import is_toy
+
+RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4)  # chosen on the topics sea and war, which are not reported
+HUNDRED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "concepts.txt")
+
+
+# Scores
+
+
+def mean(values, axis=None):
+    """Of those that are there; NaN where none is."""
+    there = ~np.isnan(values)
+    with np.errstate(invalid="ignore"):
+        return np.where(there, values, 0).sum(axis) / there.sum(axis)
+
+
+def interval(values):
+    """[mean, low, high] over concepts, missing ones left out."""
+    values = np.asarray(values)[~np.isnan(values)]
+    return bootstrap(values, np.ones(len(values))) if len(values) else [float("nan")] * 3
+
+
+def frontier(points):
+    """The numbers of the points (n, 2) that no other beats, being as good in both and better in one; by the first
+    coordinate, the largest first."""
+    kept, best = [], -np.inf
+    for number in sorted(range(len(points)), key=lambda number: (-points[number][0], -points[number][1])):
+        x, y = points[number]
+        if y > best or kept and (x, y) == tuple(points[kept[-1]]):
+            kept.append(number)
+            best = y
+    return kept
+
+
+def ellipse(values):
+    """(center, S) of the mean of values (n, 2): (x - center)' S^-1 (x - center) <= 1 holds it with 95%. None for n < 4.
+
+    Hotelling's: for two coordinates n (x - center)' C^-1 (x - center) <= (n - 1) (0.05^(-2 / (n - 2)) - 1), C their
+    covariance.
+    """
+    values = values[~np.isnan(values).any(1)]
+    n = len(values)
+    return (values.mean(0), np.cov(values.T) / n * (n - 1) * (0.05 ** (-2 / (n - 2)) - 1)) if n >= 4 else None
+
+
+def choose(scores, least):
+    """The number of the alpha with most of the concept among those that are fluent enough; -1 if none is. scores:
+    (ratios, 2)."""
+    allowed = [number for number, (_, fluency) in enumerate(scores) if fluency >= least]
+    return max(allowed, key=lambda number: scores[number][0], default=-1)
+
+
+def best_of(judge, scores, base):
+    """((number, (concepts, 2)), (numbers, (concepts, 2))): the alpha chosen on every other prefix, one for all concepts
+    and one for each, and the scores on the other prefixes. scores: (concepts, ratios, prefixes, 2); base: (concepts,
+    prefixes, 2), unsteered, which -1 stands for."""
+    half, rest, every = slice(0, None, 2), slice(1, None, 2), range(len(scores))
+    least = [least_fluency(judge, mean(base[concept, half, 1])) for concept in every]
+    one = choose(mean(scores[:, :, half], (0, 2)), mean(np.array(least)))
+    each = [choose(mean(scores[concept][:, half], 1), least[concept]) for concept in every]
+
+    def tested(chosen):
+        return np.stack([mean(base[concept, rest] if number < 0 else scores[concept, number, rest], 0)
+                         for concept, number in enumerate(chosen)])
+    return (one, tested([one] * len(scores))), (each, tested(each))
+
+
+class Scores(NamedTuple):
+    lines: dict   # {line: (concepts, ratios, prefixes, 2)} concept and fluency, NaN where missing
+    base: dict    # {(run, seed): (concepts, prefixes, 2)}
+
+
+def score_all(judge, concepts, prefixes, found, base):
+    def score(concept, texts):
+        return np.array(judge.score(concept, list(zip(prefixes, texts))), float)
+
+    return Scores({line: np.stack([np.stack([score(concept, texts) for texts in record["texts"]])
+                                   for concept, record in zip(concepts, records)]) for line, records in found.items()},
+                  {key: np.stack([score(concept, texts) for concept in concepts]) for key, texts in base.items()})
+
+
+def ask_all(judge, concepts, prefixes, found, base):
+    """Put all questions to a judge that costs something at once; score_all finds the answers in its cache."""
+    questions = [question for records in found.values() for concept, record in zip(concepts, records)
+                 for texts in record["texts"] for question in judge.questions(concept, list(zip(prefixes, texts)))]
+    questions += [question for texts, concept in itertools.product(base.values(), concepts)
+                  for question in judge.questions(concept, list(zip(prefixes, texts)))]
+    say(f"asking {judge.name} at {judge.judge.url}: {judge.judge.cost(questions)}")
+    judge.judge.ask(questions)
+
+
+def summarise(judge, concepts, prefixes, found, base, scores, ratios):
+    """A row for each line: its curve, and what it reaches within the allowance; and own features less other lines."""
+    points = [(line, number) for line in scores.lines for number in range(len(ratios))]
+    edge = frontier([tuple(mean(scores.lines[line][:, number], (0, 1))) for line, number in points])
+    edge = {points[number] for number in edge}
+    rows, tested = [], {}
+    for line, of_line in scores.lines.items():
+        (one, values), (each, values_each) = best_of(judge, of_line, scores.base[line.run, 0])
+        tested[line], other = values[:, 0], []
+        for number in range(len(concepts)):  # how much of the next concept is in the texts for this one
+            texts = base[line.run, 0] if one < 0 else found[line][number]["texts"][one]
+            asked = judge.score(concepts[(number + 1) % len(concepts)], list(zip(prefixes, texts))[1::2])
+            other.append(mean(np.array(asked, float)[:, 0]))
+        curve = [{"ratio": ratio, "alpha": float(np.mean([record["alphas"][number] for record in found[line]])),
+                  "concept": interval(mean(of_line[:, number, :, 0], 1)), "frontier": (line, number) in edge,
+                  "fluency": interval(mean(of_line[:, number, :, 1], 1)),
+                  "missing": int(np.isnan(of_line[:, number]).sum())} for number, ratio in enumerate(ratios)]
+        rows.append({**line._asdict(), "curve": curve, "chosen": one, "ratio": 0.0 if one < 0 else ratios[one],
+                     "alpha": 0.0 if one < 0 else curve[one]["alpha"], "n": len(concepts) * (len(prefixes) // 2),
+                     "concept": interval(values[:, 0]), "fluency": interval(values[:, 1]), "other": interval(other),
+                     "each": {"ratios": [0.0 if number < 0 else ratios[number] for number in each],
+                              "concept": interval(values_each[:, 0]), "fluency": interval(values_each[:, 1])}})
+    differences = [{"own": str(one), "other": str(two), "concept": interval(tested[one] - tested[two])}
+                   for one, two in itertools.permutations(tested, 2)
+                   if one.source == "own" and one.way != "random" and two.way in (one.way, "random")
+                   and (len(one.layers) > 1) == (len(two.layers) > 1)]
+    return rows, differences
+
+
+# On the screen and on paper
+
+
+def line_of(row):
+    return Line(row["run"], row["source"], tuple(row["layers"]), row["way"])
+
+
+def print_rows(judge, rows, scores, concepts):
+    def show(values, width=24):
+        return "{:.3f} [{:.3f}, {:.3f}]".format(*values).rjust(width)
+
+    say(f"judge: {judge.name}. Concept: {judge.scales[0]}; fluency: {judge.scales[1]}. {len(concepts)} concepts, "
+        f"n = {rows[0]['n']} texts a line; [95% of draws over concepts]")
+    for (run, seed), values in scores.base.items():
+        say(f"{run}, unsteered{', another seed' * seed}: concept {show(interval(mean(values[:, :, 0], 1)), 0)}, "
+            f"fluency {mean(values[:, :, 1]):.3f}")
+    say(f"{'':<42}{'ratio':>6}{'alpha':>8}{'concept':>24}{'fluency':>24}{'another':>9}{'an alpha each: concept':>25}"
+        f"{'fluency':>9}")
+    for row in rows:
+        say(f"{str(line_of(row)):<42}{row['ratio']:>6g}{row['alpha']:>8.3g}{show(row['concept'])}{show(row['fluency'])}"
+            f"{row['other'][0]:>9.3f}{show(row['each']['concept'], 25)}{row['each']['fluency'][0]:>9.3f}"
+            + "  on the frontier" * any(point["frontier"] for point in row["curve"]))
+
+
+def print_differences(differences):
+    say("own less another line, each at its one alpha: concept, paired")
+    for row in differences:
+        say(f"  {row['own']:<36} less {row['other']:<42}" + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["concept"]))
+
+
+def side_by_side(rows, found, base, concepts, prefixes):
+    """For each concept the first of the prefixes that chose nothing, unsteered and steered: by the line of each run, no
+    control, that had most of the concept at its alpha. [(concept, [(title, text), ...])]"""
+    best = {}
+    for row in rows:
+        if not line_of(row).is_control() and row["chosen"] >= 0:
+            score = row["curve"][row["chosen"]]["concept"][0]
+            best[row["run"]] = max(best.get(row["run"], (-1.0, None)), (score, row), key=lambda pair: pair[0])
+    for number, concept in enumerate(concepts):
+        texts = []
+        for run, (_, row) in best.items():
+            steered_text = found[line_of(row)][number]["texts"][row["chosen"]][1]
+            texts += [(f"{run}, unsteered", base[run, 0][1]), (f"{line_of(row)}, ratio {row['ratio']:g}", steered_text)]
+        yield concept, [(title, prefixes[1] + text.partition(END)[0]) for title, text in texts]
+
+
+def print_texts(shown, width, colour):
+    """Lines: unsteered and steered beside each other, the concept's words marked."""
+    for concept, texts in shown:
+        yield f"\n{concept.name}"
+        for (left, one), (right, two) in zip(texts[::2], texts[1::2]):
+            yield from columns(left, right, (), width, colour)
+            yield from columns(one, two, [re.escape(word) for word in concept.words], width, colour)
+
+
+def draw(judge, scores, ratios, path):
+    """Fluency against concept, a panel for each way and place; controls are grey."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = list(dict.fromkeys(line.run for line in scores.lines))
+    names = list(dict.fromkeys((line.run, line.source) for line in scores.lines if not line.is_control()))
+    colours = {name: f"C{(0, 1, 2, 3, 4, 5, 6, 8, 9)[number % 9]}" for number, name in enumerate(names)}
+    figure, panels = plt.subplots(2, 2, figsize=(13, 10), layout="constrained", sharex=True, sharey=True)
+    handles = {}
+    for axes, (wide, way) in zip(panels.flat, itertools.product((True, False), ("contrast", "fitted"))):
+        points = []
+        for line, values in scores.lines.items():
+            if line.way not in (way, "random") or (len(line.layers) > 1) != wide:
+                continue
+            control = line.is_control()
+            curve = [mean(scores.base[line.run, 0], (0, 1)), *mean(values, (0, 2))]  # (1 + ratios, 2)
+            points += [tuple(point) for point in curve]
+            colour = "0.6" if control else colours[line.run, line.source]
+            handles[f"{line.run}: {'random, ' * (line.way == 'random')}{line.source}"], = axes.plot(
+                *zip(*curve), color=colour, marker="os^Dv"[runs.index(line.run) % 5], markersize=4, linewidth=1.4,
+                linestyle="--" if line.source == "hash" else ":" if control else "-", zorder=2 if control else 3)
+            for number, ratio in enumerate(() if control else ratios):
+                axes.annotate(f"{ratio:g}", curve[1 + number], fontsize=7, color=colour, xytext=(3, 3),
+                              textcoords="offset points")
+                draw_ellipse(axes, ellipse(mean(values[:, number], 1)), colour)
+        edge = [points[number] for number in frontier(points)]
+        handles["frontier"], = axes.plot(*zip(*edge), color="0.85", linewidth=6, zorder=1)
+        for run in runs:
+            least = least_fluency(judge, mean(scores.base[run, 0][:, :, 1]))
+            handles["least fluency allowed"] = axes.axhline(least, color="0.3", linewidth=0.8, linestyle=(0, (1, 3)))
+        if judge.allowance != Asked.allowance:  # most shares are small
+            axes.set_xscale("symlog", linthresh=0.05)
+        axes.set_title(f"{way}, {'all layers' if wide else 'the middle layer'}")
+        axes.grid(alpha=0.3)
+    figure.supxlabel(judge.scales[0])
+    figure.supylabel(judge.scales[1])
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_ellipse(axes, shape, colour):
+    from matplotlib.patches import Ellipse
+    if shape is not None:
+        (small, large), directions = np.linalg.eigh(shape[1])
+        angle = np.degrees(np.arctan2(directions[1, 1], directions[0, 1]))  # of the larger axis
+        axes.add_patch(Ellipse(shape[0], 2 * max(large, 0) ** 0.5, 2 * max(small, 0) ** 0.5, angle=angle, alpha=0.08,
+                               facecolor=colour, linewidth=0))
+
+
+# The command
+
+
+def pick_judge(options, runs, home):
+    toy, name = is_toy(runs[0].encoding), options.judge
+    if toy and name in (None, "toy"):
+        return Grammar()
+    if name is None:
+        raise UserError("texts of other than the toy world need a judge: --judge openai:MODEL, or offline --judge "
+                        "run:RUN, a model that is not compared here")
+    if name.startswith("run:"):
+        run = open_run(name.removeprefix("run:"), options.device)
+        if weights_hash(run.model) in {weights_hash(other.model) for other in runs}:
+            say(f"{run.path} judges its own texts here: one that is not compared would be fairer")
+        return Likelihood(run)
+    if name.startswith("openai:"):
+        return Asked(open_judge(name, os.path.join(home, "judge.jsonl"), temperature=options.judge_temperature))
+    raise UserError(f"there is no judge {name!r}: the judges are openai:MODEL, run:RUN" + " and toy" * toy)
+
+
+def tell_cost(judge, lines, runs, concepts, options):
+    """What a judge would be asked, at most, before a text is written."""
+    texts, unsteered = len(lines) * len(concepts) * len(options.ratios) * options.prefix_count, (
+        2 * len(runs) * options.prefix_count)
+    again = len(lines) * len(concepts) * (options.prefix_count // 2)  # about another concept, at the chosen alpha
+    calls = 2 * texts + again + unsteered * (len(concepts) + 1)
+    example = cost_of(judge.questions(concepts[0], [("", "x" * 6 * (options.tokens + PREFIX_WORDS))]))  # two questions
+    say(f"{judge.name} at {judge.judge.url} would get {calls:,} questions on {texts + unsteered:,} texts, about "
+        f"{example.tokens_in * calls // 2:,} tokens in and at most {example.tokens_out * calls // 2:,} out; answers in "
+        f"{judge.judge.records.path} cost nothing. Nothing was asked")
+
+
+def rows_of_texts(found, base, concepts, prefixes, scores, ratios):
+    """A row for each text."""
+    toy = {concept.name: concept.words for concept in concepts}
+    for line, records in found.items():
+        for (concept, record), values in zip(zip(concepts, records), scores.lines[line]):
+            for ratio, alpha, texts, of_texts in zip(ratios, record["alphas"], record["texts"], values):
+                for place, (prefix, text) in enumerate(zip(prefixes, texts)):
+                    yield {**line._asdict(), "concept": concept.name, "ratio": ratio, "alpha": alpha, "prefix": prefix,
+                           "text": text, "scores": clean(of_texts[place]),
+                           "sentences with the concept": share_of_sentences(toy[concept.name], text)}
+    for (run, seed), texts in base.items():
+        for place, (prefix, text) in enumerate(zip(prefixes, texts)):
+            yield {"run": run, "unsteered": seed, "prefix": prefix, "text": text, "scores": {
+                concept.name: clean(values[place]) for concept, values in zip(concepts, scores.base[run, seed])}}
+
+
+def clean(values):
+    return [None if np.isnan(value) else round(float(value), 4) for value in values]
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(prog="pareto.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
+    parser.add_argument("run", help="a run's folder or checkpoint")
+    parser.add_argument("--against", nargs="+", default=[], metavar="RUN", help="other runs, such as the dense twin")
+    parser.add_argument("--sae", default="topk", metavar="A,B",
+                        help=f"SAEs of dense runs: some of {','.join(VARIANTS)}, or none (topk)")
+    parser.add_argument("--concepts", metavar="FILE", help="CONCEPT: WORD WORD ... a line, or a .jsonl with concept, "
+                        "and words or positive, a list of texts; toy world: topics, as in sea,war (ten that nothing "
+                        "was tuned on; else the hundred of concepts.txt)")
+    parser.add_argument("--prefixes", metavar="FILE", help="texts that are gone on from, one a line, of tab-separated "
+                        "columns the last (documents of the toy world, or of the validation data)")
+    parser.add_argument("--prefix-words", type=within(int, 1), metavar="N",
+                        help=f"the first N words of these ({PREFIX_WORDS}; toy world: all before the first that tells "
+                             "the topic)")
+    parser.add_argument("--prefix-count", type=within(int, 2), default=32, metavar="N",
+                        help="so many of these; alpha is chosen on half (32)")
+    parser.add_argument("--judge", metavar="NAME", help="openai:MODEL, run:RUN, toy (toy, for its models)")
+    parser.add_argument("--judge-temperature", type=temperature, default=0.0, metavar="T",
+                        help="of openai:MODEL; none leaves it to the model (0)")
+    parser.add_argument("--dry-run", action="store_true", help="say what the judge would be asked, and stop")
+    parser.add_argument("--ratios", type=numbers, default=RATIOS, metavar="A,B,...",
+                        help=f"alphas, as ratios of norms ({','.join(map(str, RATIOS))})")
+    parser.add_argument("--k", type=within(int, 1), default=256, metavar="N", help="features of each layer (256)")
+    parser.add_argument("--fit", type=within(int, 1), default=100, metavar="STEPS", help="of fitted weights (100)")
+    parser.add_argument("--tokens", type=within(int, 1), default=64, metavar="N", help="of a text (64)")
+    parser.add_argument("--temperature", type=within(float, 0), default=0.8, metavar="T", help="of texts (0.8)")
+    parser.add_argument("--top-p", type=within(float, 0, 1, open_low=True), default=0.9, metavar="P", help="(0.9)")
+    parser.add_argument("--batch", type=within(int, 1), default=256, metavar="N", help="texts at a time (256)")
+    parser.add_argument("--seed", type=within(int, 0, 2 ** 40), default=0, metavar="N")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    options = parser.parse_args(arguments)
+    options.sae = [] if options.sae == "none" else options.sae.split(",")
+    for name in options.sae:
+        if name not in VARIANTS:
+            raise UserError(f"there is no SAE {name!r}{suggest(name, VARIANTS)}")
+    if sorted(set(options.ratios)) != list(options.ratios) or options.ratios[0] <= 0:
+        raise UserError("--ratios must grow, from above 0: texts without steering are always there")
+    options.ratios = list(options.ratios)
+    return options
+
+
+def temperature(text):
+    return None if text == "none" else within(float, 0, 2)(text)
+
+
+def prepare(runs, options):
+    """(concepts, prefixes)."""
+    run, toy = runs[0], is_toy(runs[0].encoding)
+    if toy and (options.concepts is None or not os.path.exists(options.concepts)):
+        concepts = toy_concepts(options.concepts.split(",") if options.concepts else HELD_OUT)
+    else:
+        concepts = text_concepts(run, options.concepts or HUNDRED)
+    if toy and options.prefixes is None:
+        prefixes = toy_prefixes(options.prefix_count, options.prefix_words, concepts)
+    else:
+        prefixes = text_prefixes(run, options.prefixes, options.prefix_count, options.prefix_words or PREFIX_WORDS)
+    longest = max(len(encode(run.encoding, prefix)) for prefix in prefixes) + 1 + options.tokens
+    if longest > min(run.config.context for run in runs):
+        raise UserError(f"prefix and text are up to {longest} tokens, more than the context of a model here: give "
+                        "fewer --tokens")
+    return concepts, prefixes
+
+
+def main(arguments):
+    options = parse(arguments)
+    runs = open_runs((options.run, *options.against), options.device)
+    home = os.path.dirname(runs[0].path)
+    judge = pick_judge(options, runs, home)
+    concepts, prefixes = prepare(runs, options)
+    without = [concept.name for concept in concepts if not concept.words]
+    if without and not isinstance(judge, Asked):
+        raise UserError(f"{without[0]} has texts but no words, and {judge.name} counts words: add some, or let --judge "
+                        "openai:MODEL judge")
+    runs = {name_of(run): run for run in runs}
+    sources = {name: open_sources(run, options.sae) for name, run in runs.items()}
+    lines = [line for name, run in runs.items() for line in lines_of(run, sources[name])]
+    if options.dry_run:
+        if not isinstance(judge, Asked):
+            raise UserError(f"{judge.name} costs nothing: --dry-run is for --judge openai:MODEL")
+        return tell_cost(judge, lines, runs, concepts, options)
+    say(f"{len(lines)} lines, {len(concepts)} concepts, {len(options.ratios)} alphas, {len(prefixes)} prefixes: "
+        f"{len(lines) * len(concepts) * len(options.ratios) * len(prefixes):,} texts of {options.tokens} tokens")
+    writer = Writer(runs, sources, prefixes, options, os.path.join(home, "pareto_texts.jsonl"))
+    found, base = write_all(writer, lines, concepts)
+    if isinstance(judge, Asked):
+        ask_all(judge, concepts, prefixes, found, base)
+    scores = score_all(judge, concepts, prefixes, found, base)
+    rows, differences = summarise(judge, concepts, prefixes, found, base, scores, options.ratios)
+    print_rows(judge, rows, scores, concepts)
+    print_differences(differences)
+    shown = list(side_by_side(rows, found, base, concepts, prefixes))
+    for text in print_texts(shown[:1], min(150, shutil.get_terminal_size((130, 24)).columns), sys.stdout.isatty()):
+        say(text)
+    with whole_file(os.path.join(home, "pareto.txt")) as file:
+        file.writelines(f"{text}\n" for text in print_texts(shown, 130, False))
+    with whole_file(os.path.join(home, "pareto.jsonl")) as file:
+        for row in rows_of_texts(found, base, concepts, prefixes, scores, options.ratios):
+            print(json.dumps(row), file=file)
+    about = {"weights": writer.weights, "configs": {name: vars(run.config) for name, run in runs.items()},
+             "options": vars(options), "judge": judge.name, "prefixes": prefixes,
+             "concepts": [concept.name for concept in concepts], **provenance()}
+    unsteered = [{"run": run, "seed": seed, "concept": interval(mean(values[:, :, 0], 1)),
+                  "fluency": float(mean(values[:, :, 1]))} for (run, seed), values in scores.base.items()]
+    write_json(os.path.join(home, "pareto.json"),
+               {"rows": rows, "unsteered": unsteered, "differences": differences, **about}, indent=1)
+    draw(judge, scores, options.ratios, os.path.join(home, "pareto.png"))
+    say(f"written to {home}: pareto.json, pareto.jsonl (a row a text), pareto.txt (side by side), pareto.png")
+
+
+if __name__ == "__main__":
+    run_script(main, stopped="stopped; what is written or answered is kept, and the same command goes on")
