@@ -7,10 +7,11 @@ share that passes is that of a normal tail, Q(0.1 sqrt d): 29% at d = 32, 0.07% 
 model hardly any feature of a fixed dictionary may absorb, whatever it means, and at that of a small one very many may.
 
 Here nothing is trained. A model of width d has random weights; 480 words have random embeddings, to which the direction
-of one of 8 classes is added, with 0.35 or 0.5 of an embedding's length, so that a probe knows the classes. Features are those of the hash control:
-an untrained parity bottleneck, 32 d features of which 24 are active, moments fitted on these activations. No feature
-stands for a class by learning: what absorption is found is what the definition makes of a random dictionary, with the
-cosine at least 0.1, as SAEBench has it, and with 3.2 / sqrt(d), which is 0.1 at d = 1024 and always lets 0.07% pass.
+of one of 8 classes is added, with 0.35 or 0.5 of an embedding's length, so that a probe knows the classes. Features are
+those of the hash control: an untrained parity bottleneck, 32 d features of which 24 are active, moments fitted on these
+activations. No feature stands for a class by learning: what absorption is found is what the definition makes of a
+random dictionary, with the cosine at least 0.1, as SAEBench has it, and with 3.2 / sqrt(d), which is 0.1 at d = 1024
+and always lets 0.07% pass.
 """
 import argparse
 import itertools
@@ -75,7 +76,8 @@ def measure(d, strength, seed):
 def row_of(d, strength, seeds):
     """The mean over worlds, with intervals of 95% of draws over words."""
     worlds = [measure(d, strength, seed) for seed in range(seeds)]
-    row = {"d": d, "strength": strength, "words": WORDS, "worlds": seeds, "normal tail": 0.5 * math.erfc(COSINE * math.sqrt(d / 2))}
+    row = {"d": d, "strength": strength, "words": WORDS, "worlds": seeds,
+           "normal tail": 0.5 * math.erfc(COSINE * math.sqrt(d / 2))}
     for name in ("probe F1", "pass"):
         row[name] = float(np.mean([world[name] for world in worlds]))
     for name in ("plain", "scaled"):

@@ -41,15 +41,16 @@ def gather(given, shape, features, seed=0):
     rng, (count, T) = np.random.default_rng(seed), shape
     if T <= 2 * BUFFER:
         return
-    column = given.tokens % T
-    given = given.select((column >= BUFFER) & (column < T - BUFFER))
+    inside = (given.tokens % T >= BUFFER) & (given.tokens % T < T - BUFFER)  # where a context can have its middle
     ids, first, sizes = np.unique(given.ids, return_index=True, return_counts=True)
-    alive, kept = rng.permutation(np.flatnonzero(sizes >= sum(TOP) + sum(DRAWN))), 0
+    enough = np.add.reduceat(inside, first) >= sum(TOP) + sum(DRAWN) if len(ids) else np.zeros(0, bool)
+    alive, kept = rng.permutation(np.flatnonzero(enough)), 0
     spread = np.arange(-BUFFER, BUFFER + 1)
     strength = np.zeros(count * T, np.float32)
     for number in alive:
         own = slice(first[number], first[number] + sizes[number])
-        tokens, values = given.tokens[own], given.strength[own]  # the strongest first
+        everywhere, all_values = given.tokens[own], given.strength[own]  # the strongest first
+        tokens, values = everywhere[inside[own]], all_values[inside[own]]
         top = apart(tokens, sum(TOP))
         if len(top) < sum(TOP):
             continue
@@ -63,11 +64,11 @@ def gather(given, shape, features, seed=0):
         shown = shown[np.argsort(-values[shown], kind="stable")]
         asked = np.r_[tokens[top[TOP[0]:]], tokens[drawn[DRAWN[0]:]], random]
         order = rng.permutation(len(asked))
-        strength[tokens] = values
+        strength[everywhere] = all_values
         on = strength > ACTIVE * values[0]
         places, others = tokens[shown][:, None] + spread, asked[order][:, None] + spread
         yield Contexts(int(ids[number]), places, on[places], others, order < len(asked) - RANDOM, on[others].any(1))
-        strength[tokens] = 0
+        strength[everywhere] = 0
         kept += 1
         if kept == features:
             return

@@ -41,6 +41,7 @@ import truth
 from autoencoder import VARIANTS
 from checkpoint import open_run, weights_hash
 from helpers import UserError, provenance, run_script, say, suggest, whole_number, within, write_json
+from judge import cost_of, open_judge
 from labels import groups_of
 from model import PATCH_SITES
 from probe_tasks import Text
@@ -80,10 +81,10 @@ def measure_run(run, sources, tasks, windows, options, judge):
     """A row for each source, layer and measure. The activations are read here, once."""
     layers = sorted({layer for source in sources for layer in source.layers} & set(options.layers))
     site = sources[0].site
-    read = probing.read_texts(run, tasks.texts, site, layers)
+    read = probing.read_texts(run, [] if options.dry_run else tasks.texts, site, layers)
     views = probing.read_texts(run, [Text(tuple(row), 0) for row in windows.tolist()], site, layers)
     probes, folds = {}, {}
-    for layer in layers:
+    for layer in () if options.dry_run else layers:
         probes[layer] = probing.fit_probes(read.means[layer], tasks)
         folds[layer] = [list(probing.fold_words(read.means[layer], words)) for words in tasks.words]
     groups = groups_of(run.encoding, windows)
@@ -91,10 +92,12 @@ def measure_run(run, sources, tasks, windows, options, judge):
 
     def work(pair):
         source, layer = pair
-        X, found = probing.mean_features(source, layer, read), {}
+        found = {"interpret": probing.measure_interpret(source, layer, views, windows, groups, names, options.features,
+                                                        judge, run.encoding)}
+        if options.dry_run:
+            return source, layer, found
+        X = probing.mean_features(source, layer, read)
         found |= probing.measure_probing(X, tasks.sets)
-        found["interpret"] = probing.measure_interpret(source, layer, views, windows, groups, names, options.features,
-                                                       judge, run.encoding)
         if tasks.pairs:
             found |= probing.measure_scr(X, source, layer, tasks, probes[layer])
         if probes[layer].tpp:
@@ -104,18 +107,30 @@ def measure_run(run, sources, tasks, windows, options, judge):
         return source, layer, found
 
     pairs = [(source, layer) for source in sources for layer in sorted(source.layers) if layer in layers]
-    yield from in_parallel(work, pairs)
+    yield from in_parallel(work, pairs, alone=judge is not None)
 
 
-def in_parallel(work, items):
-    """As map, on all cores: much of the work is numpy's, which takes one."""
+def in_parallel(work, items, alone=False):
+    """As map, on all cores: much of the work is numpy's, which takes one. alone: one after another, as a judge is
+    asked, who answers several questions at once."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads if alone else 1)
     try:
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        with concurrent.futures.ThreadPoolExecutor(1 if alone else threads) as pool:
             yield from pool.map(work, items)
     finally:
         torch.set_num_threads(threads)
+
+
+class Counting:
+    """A judge that only counts what it would be asked."""
+
+    def __init__(self):
+        self.questions = []
+
+    def ask(self, questions):
+        self.questions += questions
+        return ["It fires on " + "a few words " * 4] * len(questions)
 
 
 def sources_of(run, options, first):
@@ -145,8 +160,9 @@ def table(options):
     windows = tokens.windows(range(count), context)[:, :-1].numpy()
     smallest = min(runs, key=lambda run: run.config.context)
     tasks, judge = make_tasks(smallest, options), None
-    if options.judge:
-        from judge import open_judge
+    if options.dry_run:
+        judge = Counting()
+    elif options.judge:
         judge = open_judge(options.judge, cache=os.path.join(os.path.dirname(runs[0].path), "judge.jsonl"))
     say(f"{len(tasks.texts):,} texts, {sum(len(task.train) for task in tasks.sets)} tasks in {len(tasks.sets)} sets, "
         f"{len(tasks.pairs)} pairs for scr; {windows.size:,} validation tokens to explain {options.features} features "
@@ -156,7 +172,7 @@ def table(options):
         name = os.path.basename(os.path.dirname(os.path.abspath(run.path)))
         for model_run, sources in sources_of(run, options, run is runs[0]):
             for source, layer, found in measure_run(model_run, sources, tasks, windows, options, judge):
-                columns = columns or print_head(found)
+                columns = [] if options.dry_run else columns or print_head(found)
                 for measure, result in found.items():
                     row = {"run": name, "source": source.name, "layer": layer, "measure": measure, "low": None,
                            "high": None, "value": result.value, "n": result.n, "detail": result.detail}
@@ -164,7 +180,11 @@ def table(options):
                         row["low"], row["high"] = map(float, np.quantile(result.draws, [0.025, 0.975]))
                     rows.append(row)
                     drawn[name, source.name, layer, measure] = result
-                print_row(rows[-len(found):], columns)
+                if not options.dry_run:
+                    print_row(rows[-len(found):], columns)
+    if rows and options.dry_run:
+        say(f"{options.judge or 'a judge'} would be asked {cost_of(judge.questions)}")
+        return
     if not rows:
         raise UserError(f"no run here has the source {options.sources}: python sae.py {options.run} trains SAEs")
     seconds = time.time() - began
@@ -319,6 +339,7 @@ def parse(arguments):
     parser.add_argument("--negative", metavar="DIR", help="texts without it")
     parser.add_argument("--features", type=whole_number, default=400, metavar="N", help="to explain, a layer (400)")
     parser.add_argument("--judge", metavar="openai:MODEL", help="explain features by this judge (the known labels)")
+    parser.add_argument("--dry-run", action="store_true", help="say what a judge would be asked, and do nothing else")
     parser.add_argument("--correlation", type=within(float, 0.5, 1), default=1.0, metavar="C",
                         help="of gender and profession, where scr's biased probe learns (1)")
     parser.add_argument("--seed", type=within(int, 0, 2 ** 31), default=0, help="of texts and their order (0)")

@@ -79,10 +79,11 @@ class Reader:
 
     def add(self, text, lead="", last=False):
         """lead: what comes before it and does not count.  last: only the last token counts."""
-        start = 1 + len(encode(self.encoding, lead))
-        tokens = (self.encoding.eot_token, *encode(self.encoding, f"{lead} {text}" if lead else text).tolist())
-        tokens = tokens[: max(self.context, start + 1)]
-        self.texts.append(Text(tokens, len(tokens) - 1 if last else start))
+        before, room = len(encode(self.encoding, lead)), self.context - 1
+        tokens = encode(self.encoding, f"{lead} {text}" if lead else text).tolist()
+        cut = min(before, max(0, len(tokens) - room))  # of what does not fit the context, the lead goes first
+        tokens = (self.encoding.eot_token, *tokens[cut : cut + room])
+        self.texts.append(Text(tokens, len(tokens) - 1 if last else 1 + before - cut))
         return len(self.texts) - 1
 
 
@@ -136,7 +137,8 @@ def toy_tasks(encoding, context, seed=0, n=40, correlation=1.0):
     facts = {}
     known, untold = toyworld.town_facts()
     for pair in (pair for pair in known if pair not in untold):
-        sentence = [write(toyworld.FACT, town=pair[0], trait=pair[1], value=known[pair]) for _ in range(24)]
+        sentence = [write(toyworld.FACT, town=pair[0], trait=pair[1], value=known[pair])
+                    for _ in range(max(2, n * 3 // 5))]
         facts[pair] = [reader.add(text.rpartition(" ")[0], lead()) for text in sentence]
     by = {"town": lambda pair: pair[0], "trait": lambda pair: pair[1], "value": known.get}
     sets = [("topic", topics), ("job", jobs), ("gender", genders), ("letter", letters), ("opinion", opinions)]

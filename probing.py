@@ -62,8 +62,9 @@ def read_texts(run, texts, site, layers, batch_tokens=2 ** 13):
             done += len(part)
             progress(f"reading {done:,} of {len(texts):,} texts")
     progress("")
-    owner = np.concatenate(owner)
-    return Read({layer: torch.cat(parts) for layer, parts in found.items()}, means, owner,
+    owner = np.concatenate([*owner, np.zeros(0, int)])
+    return Read({layer: torch.cat(parts) if parts else torch.zeros(0, run.config.d) for layer, parts in found.items()},
+                means, owner,
                 np.bincount(owner, minlength=len(texts)))
 
 

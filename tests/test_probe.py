@@ -1,5 +1,6 @@
-"""Single features against the truth: on features that are made to mean something, or nothing."""
+"""Features against the truth, one by one and by SAEBench's measures: made to mean something, or nothing."""
 import dataclasses
+import functools
 import json
 import os
 
@@ -8,16 +9,22 @@ import pytest
 import torch
 
 import data
+import geometry
+import interpret
 import labels
 import probe
+import probe_tasks
+import probing
 import sample
 import toyworld
 import truth as truth_of
 from checkpoint import open_run, save
 from config import Config
+from dpb import Code
 from helpers import UserError
+from measures import Columns
 from model import GPT
-from sources import open_source
+from sources import Source, open_source
 from tokenizer import load_tokenizer, pack_tokenizer
 
 
@@ -45,6 +52,12 @@ def truth(run):
     """Tokens (windows, T), and the groups of labels by name."""
     windows = data.Tokens(run.config.data, "train").windows(range(1500), 32)[:, :-1].numpy()
     return windows, {group.name: group for group in labels.groups_of(run.encoding, windows)}
+
+
+@pytest.fixture(scope="module")
+def tasks(world):
+    run = open_run(str(world / "tiny"))
+    return probe_tasks.toy_tasks(run.encoding, 64, n=4)
 
 
 def made(fires, strength=None, noise=200):
@@ -227,3 +240,304 @@ def test_random_weights_are_those_of_an_untrained_model(run):
     assert source.name == "random weights" and sorted(source.layers) == [0, 1]
     assert not torch.equal(source.layers[0].bottleneck.mean, open_source(run, "hash").layers[0].bottleneck.mean) or \
         torch.equal(run.model.embedding.weight, untrained.model.embedding.weight)
+
+
+# Tasks
+
+
+def test_texts_are_of_the_toy_world_and_say_what_their_class_says(run, tasks):
+    def text(row):
+        return run.encoding.decode(list(tasks.texts[row].tokens[tasks.texts[row].start:])).strip()
+    sets = {task.name: task for task in tasks.sets}
+    assert {name: len(task.classes) for name, task in sets.items()} == {
+        "topic": 32, "job": 30, "gender": 2, "letter": 16, "opinion": 2, "town": 24, "trait": 8, "value": 12}
+    for task in sets.values():
+        assert not set(task.train.flatten()) & set(task.test.flatten())  # no text is learnt from and tested on
+        half = task.train.shape[1] // 2
+        for rows in (task.train, task.test):
+            for own in rows:
+                assert len(set(own)) == len(own) and not set(own[: len(own) // 2]) & set(own[len(own) // 2:])
+        for number, name in enumerate(task.classes[: len(task.train)]):
+            for row in task.train[number, :half][:3]:
+                words = text(row).replace(".", "").replace(",", "").split()
+                if task.name == "topic":
+                    assert set(words) & set(toyworld.concept_words(name)) and toyworld.well_formed(text(row))
+                elif task.name in ("job", "town", "trait"):
+                    assert name in words
+                elif task.name == "letter":
+                    assert words[words.index("word") + 1][0] == name and words[-1] in ("letter", "is")
+                elif task.name == "value":
+                    known, _ = toyworld.town_facts()
+                    town, trait = (next(w for w in words if w in toyworld.WORDS[kind]) for kind in ("town", "trait"))
+                    assert known[town, trait] == name and name not in words
+    people = sets["gender"].train[0]
+    names = [{*text(row).replace(",", " ").replace(".", " ").split()} for row in people]
+    assert all(words & set(toyworld.HE) and not words & set(toyworld.SHE) for words in names[: len(names) // 2])
+    assert all(words & set(toyworld.SHE) for words in names[len(names) // 2:])
+
+
+def test_pairs_are_confounded_as_far_as_they_should_be(run):
+    for correlation in (1.0, 0.75):
+        tasks = probe_tasks.toy_tasks(run.encoding, 64, n=4, correlation=correlation)
+        pair = tasks.pairs[0]
+        texts = [run.encoding.decode(list(text.tokens[text.start:])) for text in
+                 (tasks.texts[row] for row in pair.train["both"])]
+        jobs, half = pair.name.split(", "), len(texts) // 2
+        men = [any(name in text for name in toyworld.HE) for text in texts]
+        assert all(jobs[0] in text for text in texts[:half]) and all(jobs[1] in text for text in texts[half:])
+        assert np.mean(men[:half]) == correlation and np.mean(men[half:]) == pytest.approx(1 - correlation)
+        for name in ("job", "gender"):  # where they are mixed, one says nothing about the other
+            rows, other = pair.test[name], pair.test["gender" if name == "job" else "job"]
+            positives = set(rows[: len(rows) // 2])
+            assert len(positives & set(other[: len(other) // 2])) == len(positives) // 2
+        assert not set(pair.test["job"]) & set(pair.train["both"])
+    assert sorted(job for pair in tasks.pairs for job in pair.name.split(", ")) == sorted(toyworld.OCCUPATIONS)
+
+
+def test_what_does_not_count_is_not_read(run, tasks):
+    """Of words only the last token counts; leads and end-of-texts never do; no batch has padding."""
+    words = tasks.words[0]
+    texts = [text for text in (tasks.texts[row] for row in (*words.rows[:3], *tasks.pairs[0].test["job"], 0))
+             if len(text.tokens) <= 32]
+    read = probing.read_texts(run, texts, "mlp_in", [0, 1], batch_tokens=64)
+    for number, text in enumerate(texts):
+        found = {}
+
+        def look(site, layer, x, found=found):
+            found[site, layer] = x
+            return x
+        with torch.no_grad():
+            run.model.hidden(torch.tensor([text.tokens]), patch=look)
+        expected = found["mlp_in", 1][0, text.start:]
+        assert read.count[number] == len(expected) and (number > 2 or len(expected) == 1)
+        np.testing.assert_allclose(read.means[1][number], expected.double().mean(0).numpy(), atol=1e-5)
+        np.testing.assert_allclose(read.tokens[1][read.owner == number].numpy(), expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["own", "hash", "neurons"])
+def test_mean_features_are_those_of_a_dense_matrix_and_add_up_to_the_output(run, tasks, name):
+    source = open_source(run, name)
+    texts = tasks.texts[:20]
+    read = probing.read_texts(run, texts, "mlp_in", [1])
+    x, part = read.tokens[1], source.layers[1]
+    ids, values = probing.activations(source, 1, x)
+    dense = np.zeros((len(x), 2 * source.m))
+    np.put_along_axis(dense, ids, values, 1)
+    X = probing.mean_features(source, 1, read, part_tokens=37)
+    for row in range(20):
+        expected = dense[read.owner == row].mean(0)
+        np.testing.assert_allclose(X.take([row]).dense(range(2 * source.m))[0], expected, atol=1e-5)
+    rows, norms = probing.decoder_dots(source, 1, np.eye(32), part=50)
+    y = part.decode(part.encode(x), like=x) if name != "neurons" else part.decode(part.encode(x))
+    np.testing.assert_allclose(dense @ rows, y.detach().numpy(), atol=1e-4)
+    np.testing.assert_allclose(norms, 1, atol=1e-5)
+
+
+# Measures on what is made
+
+
+class Made:
+    """A source whose codes are given: token t has the features that its first coordinates spell."""
+
+    def __init__(self, d):
+        self.d = d
+
+    def encode(self, x):
+        strength, indices = x[:, : self.d].clamp(min=0).topk(4)
+        return Code(indices, strength)
+
+    def decode(self, code, like=None):
+        return torch.zeros(*code.indices.shape[:-1], self.d).scatter_add(-1, code.indices, code.coefs)
+
+
+def made_read(tasks, d=64, seed=0):
+    """Activations in which coordinate c of a text is on where it is of topic c; all else is small noise."""
+    rng, n = np.random.default_rng(seed), len(tasks.texts)
+    mean = 0.05 * rng.random((n, d))
+    topic = tasks.sets[0]
+    half, half2 = topic.train.shape[1] // 2, topic.test.shape[1] // 2
+    for number in range(32):
+        mean[topic.train[number, :half], number] = mean[topic.test[number, :half2], number] = 1
+    mean = mean.astype(np.float32)
+    return probing.Read({0: torch.from_numpy(mean)}, {0: mean.astype(float)}, np.arange(n), np.ones(n, int))
+
+
+def test_features_of_topics_are_found_removed_and_nothing_else_is(tasks):
+    read, source = made_read(tasks), Source("sae", "made", "", "mlp_in", 64, {0: Made(64)})
+    only = tasks._replace(sets=tasks.sets[:1], pairs=())
+    X = probing.mean_features(source, 0, read)
+    found = dict(probing.measure_probing(X, only.sets))
+    assert found["probe 1"].value == 1 and found["probe 1"].n == only.sets[0].test.size
+    tpp = dict(probing.measure_tpp(X, source, 0, only, probing.fit_probes(read.means[0], only)))
+    assert tpp["tpp"].value > 0.4 and tpp["tpp 2"].value > 0.4  # all positives become negatives
+    rng = np.random.default_rng(1)
+    shuffled = X._replace(rows=rng.integers(0, X.n, len(X.rows)))  # features that say nothing about their text
+    shuffled = Columns.of(shuffled.rows, shuffled.columns, shuffled.values, X.n, X.m)
+    nothing = dict(probing.measure_probing(shuffled, only.sets))["probe 1"]
+    assert np.quantile(nothing.draws, 0.01) < 0.6 and abs(nothing.value - 0.5) < 0.1
+
+
+def test_spurious_correlation_is_removed_by_the_features_of_gender(tasks):
+    """A feature for each profession, one for each gender, and a probe that learnt both: without gender it is right."""
+    mean = 0.02 * np.random.default_rng(0).random((len(tasks.texts), 64))
+    for number, pair in enumerate(tasks.pairs):
+        for part in (pair.train, pair.test):
+            for offset, name in ((0, "job"), (2, "gender")):
+                for side, rows in enumerate(np.split(part[name], 2)):
+                    mean[rows, 4 * number + offset + side] = 1 if name == "gender" else 0.6
+        for side, rows in enumerate(np.split(pair.train["both"], 2)):
+            mean[rows, 4 * number + side], mean[rows, 4 * number + 2 + side] = 0.6, 1
+    mean = mean.astype(np.float32)
+    n = len(mean)
+    read = probing.Read({0: torch.from_numpy(mean)}, {0: mean.astype(float)}, np.arange(n), np.ones(n, int))
+    source = Source("sae", "made", "", "mlp_in", 64, {0: Made(64)})
+    X, probes = probing.mean_features(source, 0, read), probing.fit_probes(read.means[0], tasks)
+    assert set(probes.asked) == {"job"}
+    found = dict(probing.measure_scr(X, source, 0, tasks, probes))
+    original, changed, clean = found["scr 2"].detail["accuracies"]
+    assert original < 0.6 and clean == 1 and changed > 0.95 and found["scr 2"].value > 0.9
+    low, high = np.quantile(found["scr 2"].draws, [0.025, 0.975])
+    assert low <= found["scr 2"].value <= high
+
+
+def test_absorption_is_found_where_a_words_own_feature_stands_for_its_class():
+    """24 words of 2 classes, d = 32. Class 0 has a feature of its own; that of every third word is silent, and a
+    feature of the word alone, along the probe, fires instead."""
+    rng = np.random.default_rng(0)
+    words, label = np.repeat(np.arange(96), 2), np.repeat(np.arange(96) % 2, 2)
+    x = np.zeros((192, 128), np.float32)
+    x[np.arange(192), label] = 1
+    x[:, 2:] += 0.02 * rng.standard_normal((192, 126))
+    read = probing.Read({0: torch.from_numpy(x)}, {0: x.astype(float)}, np.arange(192), np.ones(192, int))
+    of = probe_tasks.Words("class", ("a", "b"), np.arange(192), words, label)
+    folds = list(probing.fold_words(read.means[0], of))
+    assert all((fold.f1 == 1).all() for fold in folds)
+
+    class Absorbing:
+        """Feature 0, 1: the classes. Feature 2 + word: of a word, in the direction of its class."""
+        rows = torch.zeros(98, 128)
+        rows[[0, 1], [0, 1]] = 1
+        rows[np.arange(2, 98), np.arange(96) % 2] = 1
+        silent = ()
+
+        def encode(self, x):
+            place = torch.arange(len(x))
+            word, own = torch.from_numpy(words), torch.from_numpy(label)
+            absorbed = torch.tensor([w in self.silent for w in words.tolist()])[place]
+            return Code(torch.where(absorbed, 2 + word, own)[:, None], x[place, own][:, None])
+
+        def decode(self, code, like=None):
+            return (self.rows[code.indices] * code.coefs[..., None]).sum(-2)
+
+    for silent, expected in (((), 0.0), (range(0, 96, 3), 1 / 3)):
+        part = Absorbing()
+        part.silent = set(silent)
+        source = Source("sae", "made", "", "mlp_in", 98, {0: part})
+        X = probing.mean_features(source, 0, read)
+        found = dict(probing.measure_absorption(X, source, 0, folds))
+        assert found["absorption class"].value == pytest.approx(expected, abs=0.02)
+        assert found["absorption class scaled"].value == pytest.approx(expected, abs=0.02)
+        assert found["absorption class"].detail["full"] == pytest.approx(expected, abs=0.02)
+
+
+# Explaining
+
+
+def test_a_feature_of_a_class_is_explained_and_a_random_one_is_not(run, truth):
+    windows, groups = truth
+    tokens = windows.flatten()
+    names = [sample.text_of(run.encoding, [token]).strip() for token in range(run.encoding.n_vocab)]
+    job = groups["class"].label == groups["class"].labels.index("job")
+    rng = np.random.default_rng(0)
+    rows = {}
+    for name, fires in (("job", job), ("random", rng.random(len(tokens)) < job.mean())):
+        at = np.flatnonzero(fires)
+        strength = rng.random(len(at)).astype(np.float32) + 0.1
+        order = np.argsort(-strength, kind="stable")
+        given = truth_of.Firings(np.zeros(len(at), int), at[order], strength[order])
+        one, = interpret.gather(given, windows.shape, 5)
+        assert one.shown.shape == (15, 21) and one.asked.shape == (14, 21) and one.held.sum() == 4
+        assert one.shown_fires[:, 10].all() and (one.shown_fires == fires[one.shown]).mean() > 0.99
+        rows[name] = interpret.scored(one, *interpret.explain_by_labels(one, tokens, groups.values(), names))
+        middle = one.shown[:, 10]
+        assert not {*middle.tolist()} & {*one.asked[one.held][:, 10].tolist()}
+    assert rows["job"]["explanation"] == "class job" and rows["job"]["true"] == 1 > rows["random"]["true"]
+
+
+def test_a_judge_is_told_and_asked_and_what_it_does_not_say_is_missing(run, truth):
+    windows, _ = truth
+    at = np.flatnonzero(np.arange(windows.size) % 40 == 15)
+    given = truth_of.Firings(np.repeat([3, 5], len(at)), np.tile(at, 2), np.tile(np.linspace(2, 1, len(at)), 2))
+    found = list(interpret.gather(given, windows.shape, 5))
+    asked = []
+
+    class Judge:
+        def ask(self, questions):
+            asked.append(questions)
+            return ["It fires on ships.", "It fires on cars."] if len(asked) == 1 else ["1, 2 and 14.", "who knows"]
+    first, second = interpret.explain_by_judge(found, windows.flatten(), run.encoding, Judge())
+    assert first[0] == "ships" and np.flatnonzero(first[1]).tolist() == [0, 1, 13] and second == ("cars", None)
+    assert "<<" in asked[0][0][1]["content"] and "<<" not in asked[1][0][1]["content"]
+    assert "It fires on ships." in asked[1][0][1]["content"] and "14. " in asked[1][0][1]["content"]
+    assert interpret.scored(found[1], *second)["score"] is None
+    assert not interpret.read_numbers("None", 14).any() and interpret.read_numbers("", 14) is None
+
+
+# Real text, and the commands
+
+
+def test_texts_of_ones_own(world, tmp_path, capsys):
+    for name, word in (("positive", "ship"), ("negative", "priest")):
+        os.makedirs(tmp_path / name)
+        for number in range(12):
+            (tmp_path / name / f"{number}.txt").write_text(f"The {word} came to the {toyworld.WORDS['place'][number]}.")
+    probe.main([str(world / "tiny"), "--positive", str(tmp_path / "positive"), "--negative", str(tmp_path / "negative"),
+                "--features", "3", "--sources", "own"])
+    assert "1 tasks in 1 sets" in capsys.readouterr().out
+    with pytest.raises(UserError, match="both --positive"):
+        probe.main([str(world / "tiny"), "--positive", str(tmp_path)])
+    with pytest.raises(UserError, match="holds 0 texts"):
+        probe.main([str(world / "tiny"), "--positive", str(tmp_path), "--negative", str(tmp_path / "negative")])
+
+
+def test_ag_news_from_shared_data(world):
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "..", "shared", "data")
+    if not os.path.isdir(folder):
+        pytest.skip("../shared/data is absent")
+    name, classes = probe_tasks.ag_news(folder, n=20)
+    assert name == "agnews" and {len(texts) for texts in classes.values()} == {20}
+    run = open_run(str(world / "tiny"))
+    tasks = probe_tasks.text_tasks(run.encoding, 32, [(name, classes)])
+    assert tasks.sets[0].train.shape == (4, 20) and tasks.words[0].name == "letter"
+
+
+def test_the_table_is_printed_and_written(world, capsys, monkeypatch):
+    monkeypatch.setattr(probe_tasks, "BIASED", 8)
+    monkeypatch.setattr(probe_tasks, "TESTED", 8)
+    monkeypatch.setattr(probe_tasks, "toy_tasks", functools.partial(probe_tasks.toy_tasks, n=4))
+    probe.main([str(world / "tiny"), "--sources", "own,hash,random", "--features", "4", "--layers", "0,1"])
+    text = capsys.readouterr().out
+    assert "layer 1, the middle one" in text and "less the hash" in text
+    content = json.loads((world / "tiny" / "probe.json").read_text())
+    rows = content["rows"]
+    assert {row["source"] for row in rows} == {"own", "hash-mlp_in", "random weights"}
+    assert {"probe 1", "probe 20", "interpret", "scr", "tpp", "absorption kind"} <= {row["measure"] for row in rows}
+    for row in rows:
+        assert row["value"] is None or row["low"] <= row["high"] and row["n"] > 0
+    assert os.path.exists(world / "tiny" / "probe.png") and content["weights"] and content["commit"]
+    probe.main([str(world / "tiny"), "--sources", "own", "--features", "4", "--dry-run"])
+    assert "would be asked 16 questions" in capsys.readouterr().out
+    for arguments, sentence in ((["--sources", "hesh"], "did you mean 'hash'"), (["--layers", "7"], "from 0 to 1"),
+                                (["--layers", "x"], "from 0 to 1"), (["--sources", "topk"], "no run here has"),
+                                (["--judge", "x"], "there is no judge 'x'")):
+        with pytest.raises(UserError, match=sentence):
+            probe.main([str(world / "tiny"), *arguments])
+
+
+def test_absorption_of_a_random_dictionary_falls_with_the_width(tmp_path, capsys):
+    rows = [geometry.row_of(d, 0.5, 1) for d in (64, 256)]
+    for row in rows:
+        assert row["pass"] == pytest.approx(row["normal tail"], abs=0.02) and row["probe F1"] > 0.6
+    assert rows[0]["plain"][0] > rows[1]["plain"][0] and rows[0]["plain"][0] > rows[0]["scaled"][0]
+    with pytest.raises(UserError, match="widths are some of"):
+        probe.main(["geometry", "--widths", "7"])
