@@ -131,11 +131,18 @@ def averaged(parts, n, detail):
     return Found(float(np.mean(values)), np.mean(draws, axis=0), n, detail)
 
 
+def narrow(X, *rows):
+    """The part of X with these rows only, and their places in it: what follows need not look at the rest."""
+    every = np.unique(np.concatenate([part.flatten() for part in rows]))
+    return X.take(every), *(np.searchsorted(every, part) for part in rows)
+
+
 def measure_probing(X, sets):
     """{"probe k": Found}: the mean over tasks, and over sets of them."""
     found = {k: [] for k in KS}
     for task in sets:
-        right, _ = measures.sparse_probing(X, Split(task.train, task.test), KS)
+        part, train, test = narrow(X, task.train, task.test)
+        right, _ = measures.sparse_probing(part, Split(train, test), KS)
         for k in KS:
             found[k].append(right[k])
     for k, rights in found.items():
@@ -180,12 +187,12 @@ def measure_scr(X, source, layer, tasks, probes):
     arrays = {n: [] for n in NS}  # of each pair which texts are right: original, changed, clean
     for number, (pair, of, asked) in enumerate(zip(tasks.pairs, probes.scr, probes.asked)):
         removed = "gender" if asked == "job" else "job"
-        rows, test = pair.train[removed], pair.test[asked]
-        difference = measures.differences(X, *np.split(rows, 2))
+        test = pair.test[asked]
+        part, rows, tested = narrow(X, pair.train[removed], test)
+        difference = measures.differences(part, *np.split(rows, 2))
         effect = measures.effects(difference, dots[:, number, ("job", "gender").index(removed)], scr=True)
         features = measures.top_effects(effect, max(NS))
-        part, spurious = X.take(test), dots[:, number, 2]
-        taken = part.dense(features) * spurious[features]  # (texts, features)
+        taken = part.dense(features)[tested] * dots[features, number, 2]  # (texts, features)
         label = np.arange(len(test)) < len(test) // 2
         for n in NS:
             changed = (of["both"][1][test] - taken[:, :n].sum(1) > 0) == label
@@ -205,13 +212,13 @@ def measure_tpp(X, source, layer, tasks, probes):
     for task in (task for task in tasks.sets if task.name in probes.tpp):
         w, scores = probes.tpp[task.name]
         dots = decoder_dots(source, layer, w)[0]
-        rows, place = np.unique(task.test, return_inverse=True)
-        part, place = X.take(rows), place.reshape(task.test.shape)
+        rows = np.unique(task.test)
+        (part, place), (learnt, train) = narrow(X, task.test), narrow(X, task.train)
         clean = patched_right(scores[rows], place)
         half = task.train.shape[1] // 2
         patched = {n: [] for n in NS}
         for number in range(len(task.classes)):
-            difference = measures.differences(X, task.train[number, :half], task.train[number, half:])
+            difference = measures.differences(learnt, train[number, :half], train[number, half:])
             features = measures.top_effects(measures.effects(difference, dots[:, number], scr=False), max(NS))
             dense = part.dense(features)
             for n in NS:
