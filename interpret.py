@@ -94,7 +94,7 @@ def explain_by_labels(contexts, tokens, groups, names=None):
     best = (-1.0, "", None)
     for name, labels, label in ("word", names, tokens), *((group.name, group.labels, group.label) for group in groups):
         here, fires = label[contexts.shown], contexts.shown_fires
-        size = int(label.max()) + 1
+        size = max(0, int(label.max())) + 1  # of some groups no label may occur
         hits, all_with = (np.bincount(part[part >= 0], minlength=size) for part in (here[fires], here.flatten()))
         score = 2 * hits / np.maximum(1, all_with + fires.sum())
         number = int(score.argmax())

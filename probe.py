@@ -162,7 +162,7 @@ def table(options):
     tasks, judge = make_tasks(smallest, options), None
     if options.dry_run:
         judge = Counting()
-    elif options.judge:
+    elif options.judge is not None:
         judge = open_judge(options.judge, cache=os.path.join(os.path.dirname(runs[0].path), "judge.jsonl"))
     say(f"{len(tasks.texts):,} texts, {sum(len(task.train) for task in tasks.sets)} tasks in {len(tasks.sets)} sets, "
         f"{len(tasks.pairs)} pairs for scr; {windows.size:,} validation tokens to explain {options.features} features "

@@ -115,6 +115,15 @@ COMMANDS = r"""
 1 probe.py truth {nowhere,data,small.py,plain.pt,{byte}}
 1 probe.py {x,truth}
 ? probe.py truth out/run --tokens 256 --sources own {| true,2>&-}
+0 probe.py out/run --positive book.txt --negative docs.jsonl --features 2 --sources {own,hash,neurons,random}
+0 probe.py out/dense --positive book.txt --negative docs.jsonl --features 2 --sources {topk,hash} --site mlp_in
+0 probe.py out/run --dry-run --features 2 --sources own  # says would be asked
+1 probe.py out/run --positive book.txt --negative {nowhere,data,latin1.txt,null,{byte},''}
+1 probe.py out/run --features 2 {--positive book.txt,--texts nowhere,--texts data,--layers 9,--layers=-1,--layers x}
+1 probe.py out/run --{layers=,judge=x,judge=openai:,judge=,correlation=2,correlation=nan,seed=-1,features=0,site=x}
+1 probe.py out/run --positive book.txt --negative docs.jsonl --sources {topk,x,{byte},''}
+1 probe.py {nowhere,data,small.py,plain.pt,{byte}} --saebench
+1 probe.py geometry {--widths 7,--widths x,--widths=,--worlds 0,--worlds x,--out nope}
 ? circuits.py out/run --against out/dense --pairs 4 --choose 4 --site {mlp_in,block_out}
 1 circuits.py out/run --pairs 4 --choose 4 {--site x,--tasks {byte},--tasks x,--answer x,--against out/run}
 1 circuits.py {nowhere,data,small.py,plain.pt,{byte}}
@@ -176,6 +185,7 @@ sample.py out/dense --tokens 2 --samples 1 --fit 1 --steer sea : --alpha --alpha
 sample.py out/dense --features --prompt The --source topk : --source --site --top
 sae.py out/dense --steps 4 --batch-tokens 64 --eval-tokens 64 --fresh : --site --variant --layers --k
 sae.py out/dense --report --eval-tokens 64 : --site --against --device --eval-tokens
+probe.py out/run --positive book.txt --negative docs.jsonl --features 2 --sources own : --layers --site --features
 eval.py out/run --limit 2 : --tasks --limit --text --data --val --context --stride --device --batch_tokens
 eval.py out/run --tasks hellaswag,lambada --data good : --limit --data --context --device --batch_tokens
 data.py text book.txt --tokenizer bpe:300 --out new : --out --tokens --tokenizer --field --val-fraction --shard-tokens
