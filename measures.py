@@ -303,7 +303,7 @@ def main_features(X, Y, weights, judged=None, most=MOST_MAIN, jump=JUMP):
     judged: (X, Y) that F1 is taken on, if not on these. The features of a class are added by their weight until one
     more improves the F1 of a balanced logistic regression by less than `jump`.
     """
-    other, found = judged or (X, Y), []
+    other = judged or (X, Y)
     orders = [largest(weights[number], most) for number in range(Y.shape[1])]
     dense, tested = ([part.dense(order) for order in orders] for part in (X, other[0]))
     labels = Y.T.astype(float)  # (c, n)
@@ -312,12 +312,15 @@ def main_features(X, Y, weights, judged=None, most=MOST_MAIN, jump=JUMP):
         w, b = logistic(np.stack([part[:, :k] for part in dense]), labels, weights=balanced(labels))
         z = np.stack([part[:, :k] @ w_c + b_c for part, w_c, b_c in zip(tested, w, b)])
         scores.append(f1_score(z > 0, other[1].T > 0))
-    for order, score in zip(orders, np.stack(scores, 1)):
-        best, k = score[0], 1
-        while k < most and score[k] > best + jump:
-            best, k = score[k], k + 1
-        found.append(order[:k])
-    return found
+    return [order[:count_main(score, jump)] for order, score in zip(orders, np.stack(scores, 1))]
+
+
+def count_main(scores, jump=JUMP):
+    """How many features are main ones: scores are F1 of 1, 2, ... features."""
+    k = 1
+    while k < len(scores) and scores[k] > scores[k - 1] + jump:
+        k += 1
+    return k
 
 
 class Absorbed(NamedTuple):

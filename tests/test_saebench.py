@@ -3,6 +3,8 @@
     pip install -r requirements-saebench.txt       in an environment of its own: see there
     JAXTYPING_DISABLE=1 python -m pytest -rs tests/test_saebench.py
 """
+import dataclasses
+import json
 import os
 import types
 
@@ -12,8 +14,17 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import data  # noqa: E402
+import interpret  # noqa: E402
 import measures  # noqa: E402
+import probe  # noqa: E402
+import saebench  # noqa: E402
+from checkpoint import save  # noqa: E402
+from config import Config  # noqa: E402
+from helpers import UserError  # noqa: E402
 from measures import Columns, Split  # noqa: E402
+from model import GPT  # noqa: E402
+from tokenizer import load_tokenizer, pack_tokenizer  # noqa: E402
 
 
 def theirs(module):
@@ -344,3 +355,81 @@ def test_main_features_stop_where_one_more_helps_little():
     Y = np.eye(4)[y]
     main = measures.main_features(X, Y, measures.l1_probe(X, Y))
     assert list(main[0]) == [5] and set(main[1]) == {8, 9}
+
+
+def test_main_features_are_counted_as_saebench_does():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    k_sparse = theirs("absorption.k_sparse_probing")
+    rng = np.random.default_rng(15)
+    letters = [chr(97 + i) for i in range(26)]
+    scores = np.cumsum(rng.random((26, 10)) * 0.08, axis=1)
+    frame = pandas.DataFrame({"letter": letters} | {f"f1_sparse_sae_{k + 1}": scores[:, k] for k in range(10)})
+    for k in range(1, 11):
+        frame[f"sparse_sae_k_{k}_feats"] = [np.arange(k)] * 26
+    k_sparse.add_feature_splits_to_metrics_df(frame, 10)
+    counts = [measures.count_main(row) for row in scores]
+    assert counts == [len(found) for found in frame["split_feats"]] and len(set(counts)) > 3
+
+
+# Explaining
+
+
+def test_predictions_are_scored_and_read_as_saebench_does():
+    main = theirs("autointerp.main")
+    rng = np.random.default_rng(16)
+    for _ in range(20):
+        held, said = rng.random(14) < 0.3, rng.random(14) < 0.3
+        examples = [types.SimpleNamespace(is_active=bool(active)) for active in held]
+        numbers = (np.flatnonzero(said) + 1).tolist()
+        expected = main.AutoInterp.score_predictions(None, numbers, examples)
+        contexts = interpret.Contexts(0, None, None, None, held, held)
+        assert interpret.scored(contexts, "", said)["score"] == expected
+        reply = ", ".join(map(str, numbers)) or "None"
+        assert main.AutoInterp.parse_predictions(None, reply) == numbers
+        assert (interpret.read_numbers(reply, 14) == said).all()
+    for reply in ("4 and 7.", "3", "1,2,,5"):
+        numbers = main.AutoInterp.parse_predictions(None, reply)
+        assert (np.flatnonzero(interpret.read_numbers(reply, 14)) + 1).tolist() == numbers
+    assert main.AutoInterp.parse_predictions(None, "the first") is interpret.read_numbers("the first", 14) is None
+
+
+# SAEBench from texts to scores
+
+
+def test_negatives_are_drawn_again_as_saebench_drew_them():
+    training = theirs("sparse_probing.probe_training")
+    given = {name: torch.arange(12.0)[:, None] + 100 * number for number, name in enumerate("abcde")}
+    noted = saebench.Noted(training.prepare_probe_data)
+    torch.manual_seed(3)
+    for name in "abe":
+        values, y = noted(given, name)
+        positive, negative = saebench.draw_again(noted.calls[-1], scr=False)
+        for rows, sign in ((positive, 1), (negative, 0)):
+            found = sorted(given[key][place].item() for key, place in rows)
+            assert found == sorted(values[y == sign].flatten().tolist())
+
+
+def test_saebench_and_we_agree_on_a_model(tmp_path, capsys):
+    """The same texts, features and draws, from tokens to scores: the same figures, but for one text of a probe at most,
+    since scikit-learn's solver stops early."""
+    theirs("scr_and_tpp.main")
+    data.prepare_toy(str(tmp_path / "data"), tokens=60_000)
+    config = Config(layers=2, d=32, heads=2, context=64, vocab_size=2048, bits=(5, 8), active=(4, 6), children=(16,),
+                    data=str(tmp_path / "data"), seed=1)
+    os.makedirs(tmp_path / "tiny")
+    save(str(tmp_path / "tiny" / "best.pt"),
+         {"config": dataclasses.asdict(config), "tokenizer": pack_tokenizer(load_tokenizer(config.data)),
+          "model": GPT(config).state_dict(), "step": 0})
+    probe.main([str(tmp_path / "tiny"), "--saebench", "--sources", "own,hash"])
+    assert "the largest difference" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "tiny" / "saebench.json").read_text())["rows"]
+    assert len(rows) == 28
+    for row in rows:
+        one = 1 / (saebench.CLASSES * 2 * 40) if row["figure"].startswith("probe") else 0
+        assert row["ours"] == pytest.approx(row["saebench"], abs=1e-5 + one), row
+
+
+def test_without_saebench_a_sentence_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(saebench.MODULES, "data", "no_such_module")
+    with pytest.raises(UserError, match="requirements-saebench.txt"):
+        saebench.import_saebench()
