@@ -8,7 +8,8 @@
     python probe.py truth out/tiny                               single features against what is known: truth.py
 
 measures.py defines what is measured, probing.py applies it, probe_tasks.py has the tasks, interpret.py explains:
-  probe k     accuracy of a logistic regression on k features, the mean over tasks (guessing: .50)        more is better
+  probe k     accuracy of a logistic regression on k features, the mean over tasks (guessing: .50); more is better;
+              "all" with every feature, at the middle layer
   interpret   share of 14 contexts for which an explanation says rightly whether the feature fires (guessing: .71)
   scr, tpp    how well 20 features remove one thing that a probe knows and nothing else
   absorption  the fraction of a class that other features than its own stand for, on words that nothing was chosen on
@@ -98,6 +99,8 @@ def measure_run(run, sources, tasks, windows, options, judge):
             return source, layer, found
         X = probing.mean_features(source, layer, read)
         found |= probing.measure_probing(X, tasks.sets)
+        if layer == middle_of(layers):
+            found["probe all"] = probing.measure_all(X, tasks.sets)
         if tasks.pairs:
             found |= probing.measure_scr(X, source, layer, tasks, probes[layer])
         if probes[layer].tpp:
@@ -108,6 +111,10 @@ def measure_run(run, sources, tasks, windows, options, judge):
 
     pairs = [(source, layer) for source in sources for layer in sorted(source.layers) if layer in layers]
     yield from in_parallel(work, pairs, alone=judge is not None)
+
+
+def middle_of(layers):
+    return sorted(layers)[len(layers) // 2]
 
 
 def in_parallel(work, items, alone=False):
@@ -188,8 +195,8 @@ def table(options):
     if not rows:
         raise UserError(f"no run here has the source {options.sources}: python sae.py {options.run} trains SAEs")
     seconds = time.time() - began
-    middle = sorted({row["layer"] for row in rows})[len({row["layer"] for row in rows}) // 2]
-    print_middle(rows, middle, columns)
+    middle = middle_of({row["layer"] for row in rows})
+    print_middle(rows, middle, [*columns[:2], "probe all", *columns[2:]])
     print_differences(drawn, columns)
     about = {"weights": {run.path: weights_hash(run.model) for run in runs}, "middle": middle, "seed": options.seed,
              "configs": {run.path: vars(run.config) for run in runs}, "seconds": seconds, "texts": len(tasks.texts),

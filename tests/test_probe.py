@@ -368,6 +368,7 @@ def test_features_of_topics_are_found_removed_and_nothing_else_is(tasks):
     X = probing.mean_features(source, 0, read)
     found = dict(probing.measure_probing(X, only.sets))
     assert found["probe 1"].value == 1 and found["probe 1"].n == only.sets[0].test.size
+    assert probing.measure_all(X, only.sets).value > 0.95
     tpp = dict(probing.measure_tpp(X, source, 0, only, probing.fit_probes(read.means[0], only)))
     assert tpp["tpp"].value > 0.4 and tpp["tpp 2"].value > 0.4  # all positives become negatives
     rng = np.random.default_rng(1)
