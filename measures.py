@@ -146,7 +146,7 @@ def logistic_sparse(X, y, C=1.0, most=100, tolerance=1e-8):
             z = curve * (X.times(v[:-1]) + v[-1])
             return np.r_[v[:-1] + X.transposed(z), z.sum()]
         diagonal = np.r_[1 + squared.transposed(curve), max(curve.sum(), 1e-12)]
-        step = conjugate_gradients(curvature, gradient, diagonal, 1e-3 * min(1, np.abs(gradient).max()))
+        step = conjugate_gradients(curvature, gradient, diagonal, 0.1 * min(1, np.abs(gradient).max()))
         size = 1.0
         while (new := loss(w - size * step[:-1], b - size * step[-1])) > now and size > 1e-9:
             size /= 2

@@ -344,7 +344,7 @@ def parse(arguments):
     parser.add_argument("--texts", metavar="DIR", help="a folder with agnews_test_prefixes.tsv")
     parser.add_argument("--positive", metavar="DIR", help="texts of a class: .txt files, or a file with a text a line")
     parser.add_argument("--negative", metavar="DIR", help="texts without it")
-    parser.add_argument("--features", type=whole_number, default=400, metavar="N", help="to explain, a layer (400)")
+    parser.add_argument("--features", type=whole_number, default=600, metavar="N", help="to explain, a layer (600)")
     parser.add_argument("--judge", metavar="openai:MODEL", help="explain features by this judge (the known labels)")
     parser.add_argument("--dry-run", action="store_true", help="say what a judge would be asked, and do nothing else")
     parser.add_argument("--correlation", type=within(float, 0.5, 1), default=1.0, metavar="C",
