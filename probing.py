@@ -68,10 +68,16 @@ def read_texts(run, texts, site, layers, batch_tokens=2 ** 13):
                 np.bincount(owner, minlength=len(texts)))
 
 
+def device_of(part):
+    """Where a source's part lives; neurons live anywhere."""
+    return next((value.device for value in part.buffers()), "cpu") if isinstance(part, torch.nn.Module) else "cpu"
+
+
 @torch.no_grad()
 def activations(source, layer, x):
     """The unfolded features of x (N, d): (ids, values), (N, K) each; a value is what the feature adds to x_hat."""
     part = source.layers[layer]
+    x = x.to(device_of(part))
     code = part.encode(x)
     if source.kind in ("own", "hash"):  # standardised scores, decoded with the norm of x
         norm = part.decode(code).float().norm(dim=-1, keepdim=True)
@@ -81,9 +87,9 @@ def activations(source, layer, x):
 
 def mean_features(source, layer, read, part_tokens=2 ** 14):
     """The mean activations of a source's unfolded features on the texts: Columns (texts, 2 m)."""
-    found, device = [], next((value.device for value in getattr(source.layers[layer], "buffers", tuple)()), "cpu")
+    found = []
     for start in range(0, len(read.owner), part_tokens):
-        ids, values = activations(source, layer, read.tokens[layer][start : start + part_tokens].to(device))
+        ids, values = activations(source, layer, read.tokens[layer][start : start + part_tokens])
         texts = np.broadcast_to(read.owner[start : start + part_tokens, None], ids.shape)
         on = values > 0
         found.append((texts[on], ids[on], values[on] / read.count[texts[on]]))
@@ -94,7 +100,7 @@ def mean_features(source, layer, read, part_tokens=2 ** 14):
 def decoder_dots(source, layer, vectors, part=2 ** 12):
     """W_dec of the unfolded features times vectors (d, c): (2 m, c); and the norms of its rows, (2 m,)."""
     layer, vectors, dots, norms = source.layers[layer], torch.from_numpy(np.asarray(vectors, float)), [], []
-    device = next((value.device for value in getattr(layer, "buffers", tuple)()), "cpu")
+    device = device_of(layer)
     for start in range(0, source.m, part):
         indices = torch.arange(start, min(source.m, start + part), device=device)[:, None]
         one = torch.ones(indices.shape, device=device)
