@@ -4,6 +4,7 @@
     JAXTYPING_DISABLE=1 python -m pytest -rs tests/test_saebench.py
 """
 import dataclasses
+import itertools
 import json
 import os
 import types
@@ -18,6 +19,7 @@ import data  # noqa: E402
 import interpret  # noqa: E402
 import measures  # noqa: E402
 import probe  # noqa: E402
+import probe_tasks  # noqa: E402
 import saebench  # noqa: E402
 from checkpoint import save  # noqa: E402
 from config import Config  # noqa: E402
@@ -393,7 +395,14 @@ def test_predictions_are_scored_and_read_as_saebench_does():
     assert main.AutoInterp.parse_predictions(None, "the first") is interpret.read_numbers("the first", 14) is None
 
 
-# SAEBench from texts to scores
+# Its data, and from texts to scores
+
+
+def test_tasks_of_sae_probes_are_read():
+    pytest.importorskip("sae_probes", reason="sae-probes is not installed")
+    tasks = list(itertools.islice(probe_tasks.sae_probes(n=50), 5))
+    assert all(len(classes) == 2 and all(texts for texts in classes.values()) for _, classes in tasks)
+    assert len({name for name, _ in tasks}) == 5
 
 
 def test_negatives_are_drawn_again_as_saebench_drew_them():
