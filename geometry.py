@@ -102,7 +102,7 @@ def draw(rows, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
     for (name, label, color), (strength, line) in itertools.product(
             (("plain", "absorption, cosine at least 0.1", "C0"),
              ("scaled", "absorption, cosine at least 3.2 / sqrt(d)", "C1")), zip(STRENGTHS, ("-", "--"))):
@@ -120,7 +120,7 @@ def draw(rows, path):
     axes.set_xlabel("width d of a model with random weights")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
