@@ -89,7 +89,7 @@ def norms_of(run, source, windows=32):
     rows = rows.to(run.model.embedding.weight.device)
     if source.kind == "own":
         codes = read_codes(run.model, rows, source)
-        found = {layer: source.layers[layer].decode(code) for layer, code in codes.items()}
+        found = {layer: part.decode(codes[layer]) for layer, part in source.layers.items()}
     else:
         found = read_activations(run.model, rows, source.site, source.layers)
     return {layer: x.float().norm(dim=-1).mean().item() for layer, x in found.items()}

@@ -29,7 +29,7 @@ from sources import open_tokens
 
 RATIOS = (0.03, 0.1, 0.3, 1.0)
 KINDS = ("noise", "real")
-BATCH = 16  # windows at a time
+BATCH = 2 ** 11  # tokens at a time: their predictions are all held
 
 
 def observe(model, tokens, layer=None, added=None):
@@ -80,8 +80,9 @@ def measure(model, windows, layer, ratios):
         tops.append(top)
         bottoms.append(bottom)
 
-    for start in range(0, len(windows), BATCH):
-        tokens = windows[start : start + BATCH].to(model.embedding.weight.device)
+    step = max(1, BATCH // windows.shape[1])
+    for start in range(0, len(windows), step):
+        tokens = windows[start : start + step].to(model.embedding.weight.device)
         clean = observe(model, tokens)
         for kind in KINDS:
             for ratio in ratios:

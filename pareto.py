@@ -38,7 +38,7 @@ from autoencoder import VARIANTS
 from checkpoint import name_of, open_run, open_runs, weights_hash
 from concepts import PREFIX_WORDS, text_concepts, text_prefixes, toy_concepts, toy_prefixes
 from helpers import UserError, bootstrap, provenance, run_script, say, suggest, whole_file, within, write_json
-from judge import Asked, Grammar, Likelihood, cost_of, least_fluency, open_judge, share_of_sentences
+from judge import Asked, Grammar, Likelihood, cost_of, least_fluency, open_judge, share_of_sentences, share_of_words
 from lines import Line, Writer, lines_of, open_sources, write_all
 from sample import columns, numbers
 from steer import HELD_OUT
@@ -135,7 +135,8 @@ def ask_all(judge, concepts, prefixes, found, base):
 
 
 def summarise(judge, concepts, prefixes, found, base, scores, ratios):
-    """A row for each line: its curve, and what it reaches within the allowance; and own features less other lines."""
+    """A row for each line: its curve, and what it reaches within the allowance; and own features less all others, other
+    features less the hash of the same activations."""
     points = [(line, number) for line in scores.lines for number in range(len(ratios))]
     edge = frontier([tuple(mean(scores.lines[line][:, number], (0, 1))) for line, number in points])
     edge = {points[number] for number in edge}
@@ -156,10 +157,11 @@ def summarise(judge, concepts, prefixes, found, base, scores, ratios):
                      "concept": interval(values[:, 0]), "fluency": interval(values[:, 1]), "other": interval(other),
                      "each": {"ratios": [0.0 if number < 0 else ratios[number] for number in each],
                               "concept": interval(values_each[:, 0]), "fluency": interval(values_each[:, 1])}})
-    differences = [{"own": str(one), "other": str(two), "concept": interval(tested[one] - tested[two])}
+    differences = [{"one": str(one), "other": str(two), "concept": interval(tested[one] - tested[two])}
                    for one, two in itertools.permutations(tested, 2)
-                   if one.source == "own" and one.way != "random" and two.way in (one.way, "random")
-                   and (len(one.layers) > 1) == (len(two.layers) > 1)]
+                   if not one.is_control() and (len(one.layers) > 1) == (len(two.layers) > 1)
+                   and (one.source == "own" and two.way in (one.way, "random")
+                        or (two.run, two.source, two.way) == (one.run, "hash", one.way))]
     return rows, differences
 
 
@@ -176,6 +178,9 @@ def print_rows(judge, rows, scores, concepts):
 
     say(f"judge: {judge.name}. Concept: {judge.scales[0]}; fluency: {judge.scales[1]}. {len(concepts)} concepts, "
         f"n = {rows[0]['n']} texts a line; [95% of draws over concepts]")
+    if not isinstance(judge, Asked):
+        found = [np.mean([share_of_words(concept.words, text) for text in concept.positive]) for concept in concepts]
+        say(f"the texts that vectors are made from: concept {show(interval(found), 0)}")
     for (run, seed), values in scores.base.items():
         say(f"{run}, unsteered{', another seed' * seed}: concept {show(interval(mean(values[:, :, 0], 1)), 0)}, "
             f"fluency {mean(values[:, :, 1]):.3f}")
@@ -188,9 +193,9 @@ def print_rows(judge, rows, scores, concepts):
 
 
 def print_differences(differences):
-    say("own less another line, each at its one alpha: concept, paired")
+    say("one line less another, each at its one alpha: concept, paired")
     for row in differences:
-        say(f"  {row['own']:<36} less {row['other']:<42}" + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["concept"]))
+        say(f"  {row['one']:<38} less {row['other']:<42}" + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["concept"]))
 
 
 def side_by_side(rows, found, base, concepts, prefixes):
@@ -254,8 +259,10 @@ def draw(judge, scores, ratios, path):
             axes.set_xscale("symlog", linthresh=0.05)
         axes.set_title(f"{way}, {'all layers' if wide else 'the middle layer'}")
         axes.grid(alpha=0.3)
-    figure.supxlabel(judge.scales[0])
-    figure.supylabel(judge.scales[1])
+    for axes in panels[1]:
+        axes.set_xlabel(judge.scales[0])
+    for axes in panels[:, 0]:
+        axes.set_ylabel(judge.scales[1])
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -316,8 +316,8 @@ def test_the_news_give_prefixes(folder):
 
 # The command
 
-SMALL = ["--sae", "none", "--concepts", "sea,war,law,music", "--prefix-count", "4", "--tokens", "8", "--fit", "1",
-         "--k", "4", "--ratios", "0.5,1"]
+SMALL = ["--sae", "none", "--concepts", "sea,war", "--prefix-count", "4", "--tokens", "8", "--fit", "1", "--k", "4",
+         "--ratios", "0.5,1"]
 
 
 @pytest.fixture
@@ -331,17 +331,18 @@ def home(folder, tmp_path, monkeypatch):
 
 
 def command(*arguments):
-    pareto.main(["out/tiny", "--against", "out/tiny_gpt", *arguments])
+    pareto.main(["out/tiny", *arguments])
 
 
 def test_the_whole_of_it_and_again_without_writing_anything_twice(home, capsys):
-    command(*SMALL)
+    arguments = [*SMALL, "--concepts", "sea,war,law,music", "--against", "out/tiny_gpt"]
+    command(*arguments)
     printed = capsys.readouterr().out
     content = json.loads((home / "pareto.json").read_text())
     assert len(content["rows"]) == 20 and content["judge"] == "toy grammar" and "checksum" in content
     assert all(set(row) >= {"curve", "ratio", "alpha", "concept", "fluency", "other", "each", "n"} and row["n"] == 8
                for row in content["rows"])
-    assert printed.count("less tiny") == len(content["differences"]) == 4 * 5 and "another seed" in printed
+    assert printed.count("less tiny") == len(content["differences"]) == 4 * 5 + 4 and "another seed" in printed
     texts = [json.loads(line) for line in (home / "pareto.jsonl").read_text().splitlines()]
     assert len(texts) == 20 * 4 * 2 * 4 + 2 * 2 * 4
     row = next(row for row in texts if row.get("source") == "own")
@@ -349,7 +350,7 @@ def test_the_whole_of_it_and_again_without_writing_anything_twice(home, capsys):
         Concept("x", toyworld.concept_words(row["concept"]), [], []), [(row["prefix"], row["text"])])[0])
     assert (home / "pareto.png").stat().st_size > 10_000 and "war" in (home / "pareto.txt").read_text()
     kept = (home / "pareto_texts.jsonl").read_bytes()
-    command(*SMALL)
+    command(*arguments)
     assert capsys.readouterr().out == printed and (home / "pareto_texts.jsonl").read_bytes() == kept
 
 
@@ -360,14 +361,14 @@ def test_an_interrupted_run_goes_on_to_the_same_end(home, monkeypatch, capsys):
     written, count = lines.write_texts, itertools.count()
 
     def stops(*arguments):
-        if next(count) >= 30:
+        if next(count) >= 10:
             raise KeyboardInterrupt
         return written(*arguments)
     monkeypatch.setattr(lines, "write_texts", stops)
     with pytest.raises(KeyboardInterrupt):
         command(*SMALL)
     before = len((home / "pareto_texts.jsonl").read_text().splitlines())
-    assert 30 <= before < len(whole)
+    assert 10 <= before < len(whole)
     capsys.readouterr()
     again = []
     monkeypatch.setattr(lines, "write_texts", lambda *arguments: again.append(1) or written(*arguments))
@@ -417,23 +418,23 @@ def test_real_text_is_judged_offline_by_another_model(home, folder, tmp_path, ca
 ])
 def test_wrong_arguments_are_answered_before_anything_is_written(home, arguments, sentence):
     with pytest.raises(UserError, match=sentence):
-        command(*(arguments if "--sae" in arguments else ["--sae", "none", *arguments]))
+        command("--against", "out/tiny_gpt", "--sae", "none", "--tokens", "8", *arguments)
     assert not (home / "pareto_texts.jsonl").exists()
 
 
 # Noise
 
 
-def test_noise_has_the_norm_that_was_asked_for_and_none_does_nothing(run):
+def test_noise_has_the_norm_that_was_asked_for_and_little_does_little(run):
     tokens = torch.randint(0, 2000, (3, 20), generator=torch.Generator().manual_seed(0))
     x = torch.randn(3, 20, 32)
     for kind in noise.KINDS:
         e = noise.make_vectors(x, kind, 0.3, torch.Generator().manual_seed(0))
         size = e.norm(dim=-1) / x.norm(dim=-1)
         assert torch.allclose(size[size > 0], torch.tensor(0.3)) and (size > 0).float().mean() > 0.9
-    found = noise.measure(run.model, tokens, 0, (1e-30, 0.5))
+    found = noise.measure(run.model, tokens, 0, (1e-3, 0.5))
     for kind in noise.KINDS:
-        assert found[kind, 1e-30, "kl", None] == [0, 0, 0] and found[kind, 0.5, "kl", None][0] > 0
+        assert abs(found[kind, 1e-3, "kl", None][0]) < found[kind, 0.5, "kl", None][0] / 10
         for what in ("left", "change"):  # right after it was added, all of it is there
             assert found[kind, 0.5, what, 0] == pytest.approx([1, 1, 1], abs=1e-4)
         if run.config.bottleneck == "none":
