@@ -172,15 +172,22 @@ def line_of(row):
     return Line(row["run"], row["source"], tuple(row["layers"]), row["way"])
 
 
-def print_rows(judge, rows, scores, concepts):
+def natural_share(judge, concepts):
+    """[mean, low, high] of the concept's share in the texts that vectors are made from; None where none is counted."""
+    if isinstance(judge, Asked):
+        return None
+    return interval([np.mean([share_of_words(concept.words, text) for text in concept.positive])
+                     for concept in concepts])
+
+
+def print_rows(judge, rows, scores, concepts, natural):
     def show(values, width=24):
         return "{:.3f} [{:.3f}, {:.3f}]".format(*values).rjust(width)
 
     say(f"judge: {judge.name}. Concept: {judge.scales[0]}; fluency: {judge.scales[1]}. {len(concepts)} concepts, "
         f"n = {rows[0]['n']} texts a line; [95% of draws over concepts]")
-    if not isinstance(judge, Asked):
-        found = [np.mean([share_of_words(concept.words, text) for text in concept.positive]) for concept in concepts]
-        say(f"the texts that vectors are made from: concept {show(interval(found), 0)}")
+    if natural:
+        say(f"the texts that vectors are made from: concept {show(natural, 0)}")
     for (run, seed), values in scores.base.items():
         say(f"{run}, unsteered{', another seed' * seed}: concept {show(interval(mean(values[:, :, 0], 1)), 0)}, "
             f"fluency {mean(values[:, :, 1]):.3f}")
@@ -223,8 +230,9 @@ def print_texts(shown, width, colour):
             yield from columns(one, two, [re.escape(word) for word in concept.words], width, colour)
 
 
-def draw(judge, scores, ratios, path):
-    """Fluency against concept, a panel for each way and place; controls are grey."""
+def draw(judge, scores, ratios, natural, path):
+    """Fluency against concept, a panel for each way and place; controls are grey. A point is labelled with its ratio
+    where it is away from the unsteered one."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -247,16 +255,18 @@ def draw(judge, scores, ratios, path):
                 *zip(*curve), color=colour, marker="os^Dv"[runs.index(line.run) % 5], markersize=4, linewidth=1.4,
                 linestyle="--" if line.source == "hash" else ":" if control else "-", zorder=2 if control else 3)
             for number, ratio in enumerate(() if control else ratios):
-                axes.annotate(f"{ratio:g}", curve[1 + number], fontsize=7, color=colour, xytext=(3, 3),
-                              textcoords="offset points")
+                if curve[1 + number][0] > curve[0][0] + 0.01 or curve[1 + number][1] < curve[0][1] - 0.05:
+                    axes.annotate(f"{ratio:g}", curve[1 + number], fontsize=7, color=colour, xytext=(3, 3),
+                                  textcoords="offset points")
                 draw_ellipse(axes, ellipse(mean(values[:, number], 1)), colour)
         edge = [points[number] for number in frontier(points)]
         handles["frontier"], = axes.plot(*zip(*edge), color="0.85", linewidth=6, zorder=1)
         for run in runs:
             least = least_fluency(judge, mean(scores.base[run, 0][:, :, 1]))
             handles["least fluency allowed"] = axes.axhline(least, color="0.3", linewidth=0.8, linestyle=(0, (1, 3)))
-        if judge.allowance != Asked.allowance:  # most shares are small
-            axes.set_xscale("symlog", linthresh=0.05)
+        if natural:
+            handles["texts on the concept"] = axes.axvline(natural[0], color="C8", linewidth=1)
+            axes.set_xscale("symlog", linthresh=0.05)  # most shares are small
         axes.set_title(f"{way}, {'all layers' if wide else 'the middle layer'}")
         axes.grid(alpha=0.3)
     for axes in panels[1]:
@@ -379,9 +389,9 @@ def prepare(runs, options):
     """(concepts, prefixes)."""
     run, toy = runs[0], is_toy(runs[0].encoding)
     if toy and (options.concepts is None or not os.path.exists(options.concepts)):
-        concepts = toy_concepts(options.concepts.split(",") if options.concepts else HELD_OUT)
+        concepts = toy_concepts(HELD_OUT if options.concepts is None else options.concepts.split(","))
     else:
-        concepts = text_concepts(run, options.concepts or HUNDRED)
+        concepts = text_concepts(run, HUNDRED if options.concepts is None else options.concepts)
     if toy and options.prefixes is None:
         prefixes = toy_prefixes(options.prefix_count, options.prefix_words, concepts)
     else:
@@ -418,7 +428,8 @@ def main(arguments):
         ask_all(judge, concepts, prefixes, found, base)
     scores = score_all(judge, concepts, prefixes, found, base)
     rows, differences = summarise(judge, concepts, prefixes, found, base, scores, options.ratios)
-    print_rows(judge, rows, scores, concepts)
+    natural = natural_share(judge, concepts)
+    print_rows(judge, rows, scores, concepts, natural)
     print_differences(differences)
     shown = list(side_by_side(rows, found, base, concepts, prefixes))
     for text in print_texts(shown[:1], min(150, shutil.get_terminal_size((130, 24)).columns), sys.stdout.isatty()):
@@ -434,8 +445,8 @@ def main(arguments):
     unsteered = [{"run": run, "seed": seed, "concept": interval(mean(values[:, :, 0], 1)),
                   "fluency": float(mean(values[:, :, 1]))} for (run, seed), values in scores.base.items()]
     write_json(os.path.join(home, "pareto.json"),
-               {"rows": rows, "unsteered": unsteered, "differences": differences, **about}, indent=1)
-    draw(judge, scores, options.ratios, os.path.join(home, "pareto.png"))
+               {"rows": rows, "unsteered": unsteered, "natural": natural, "differences": differences} | about, indent=1)
+    draw(judge, scores, options.ratios, natural, os.path.join(home, "pareto.png"))
     say(f"written to {home}: pareto.json, pareto.jsonl (a row a text), pareto.txt (side by side), pareto.png")
 
 
