@@ -5,8 +5,8 @@
     record = writer.steered(lines[0], concept, 0)              {alphas, texts}, written or as they were kept
 
 A line is a source of features (own, hash, SAEs, or the residual stream itself), the layers that it is used at, and how
-weights are made: contrast, fitted or random. alpha is chosen so that what is added has a given ratio to what it is
-added to: the norm of the first over the mean norm of the second, the mean over layers.
+the vector is made: contrast, fitted, or either of features drawn by lot. alpha is chosen so that what is added has a
+given ratio to what it is added to: the norm of the first over the mean norm of the second, the mean over layers.
 """
 import itertools
 import time
@@ -27,7 +27,7 @@ class Line(NamedTuple):
     run: str
     source: str      # own, hash, stream, or a kind of SAE
     layers: tuple    # all of the source, or one
-    way: str         # contrast, fitted or random
+    way: str         # contrast, fitted, random, random fitted
 
     def place(self):
         return "all layers" if len(self.layers) > 1 else f"layer {self.layers[0]}"
@@ -36,7 +36,12 @@ class Line(NamedTuple):
         return f"{self.run}: {self.source}, {self.place()}, {self.way}"
 
     def is_control(self):
-        return self.source == "hash" or self.way == "random"
+        return self.source == "hash" or self.way.startswith("random")
+
+    def is_beside(self, other):
+        """Whether two lines may be compared: both at all layers or at one, both fitted or not."""
+        return (len(self.layers) > 1, self.way.endswith("fitted")) == (
+            len(other.layers) > 1, other.way.endswith("fitted"))
 
 
 # Vectors
@@ -52,10 +57,11 @@ def open_sources(run, saes):
 
 
 def lines_of(run, sources):
-    """Every way to steer a run. What is drawn by lot is of its own features, or of the stream."""
+    """Every way to steer a run. All coordinates of the stream are fitted, so that there none can be drawn for it."""
     middle = (run.config.layers // 2,)
     for name, source in sources.items():
-        ways = ("contrast", "fitted", "random") if name in ("own", "stream") else ("contrast", "fitted")
+        ways = {"hash": ("contrast", "fitted"), "stream": ("contrast", "fitted", "random")}.get(
+            name, ("contrast", "fitted", "random", "random fitted"))
         for layers in dict.fromkeys((tuple(sorted(source.layers)), middle)):
             if set(layers) <= set(source.layers):
                 yield from (Line(name_of(run), name, layers, way) for way in ways)
@@ -76,9 +82,9 @@ def vector_of(run, source, line, vector, concept, number, options):
     rows = [vector.layers.tolist().index(layer) for layer in line.layers]
     source = source._replace(layers={layer: source.layers[layer] for layer in line.layers})
     vector = vector._replace(layers=vector.layers[rows], indices=vector.indices[rows], weights=vector.weights[rows])
-    if line.way == "fitted":
-        return source, fit(run, source, vector, concept.positive, options.fit)
-    return source, random_vector(source, vector, number) if line.way == "random" else vector
+    if line.way.startswith("random"):
+        vector = random_vector(source, vector, number)
+    return source, fit(run, source, vector, concept.positive, options.fit) if line.way.endswith("fitted") else vector
 
 
 @torch.no_grad()

@@ -9,10 +9,11 @@ the paper's (difference of mean activations, the k largest, unit length), and fi
 that make the first texts likely). Texts that go on from the same prefixes are written at growing alpha, and judged for
 the concept and for fluency (judge.py). Lines, each at all layers and at the middle one:
 
-    parity model     own features; the controls hash, an untrained bottleneck on rotated activations, and random, as
-                     many of its own features drawn by lot
-    dense model      features of SAEs; stream, the difference of means in the residual stream after the layer; the
-                     controls hash, and random, a direction of the stream drawn by lot
+    parity model     own features
+    dense model      features of SAEs; stream, the difference of means in the residual stream after the layer
+
+and the controls: hash, an untrained bottleneck on rotated activations, and random, as many of the features, or a
+direction of the stream, drawn by lot. Features that are drawn are fitted, too: what these reach is due to the fit.
 
 alpha is given as a ratio, the same for all lines: the norm of what is added over the mean norm of what it is added to,
 the mean over layers. For own features that is the code, decoded, before it gets the norm of the input.
@@ -135,8 +136,8 @@ def ask_all(judge, concepts, prefixes, found, base):
 
 
 def summarise(judge, concepts, prefixes, found, base, scores, ratios):
-    """A row for each line: its curve, and what it reaches within the allowance; and own features less all others, other
-    features less the hash of the same activations."""
+    """A row for each line: its curve, and what it reaches within the allowance. And differences: each line less the
+    controls of its run, own features less other lines."""
     points = [(line, number) for line in scores.lines for number in range(len(ratios))]
     edge = frontier([tuple(mean(scores.lines[line][:, number], (0, 1))) for line, number in points])
     edge = {points[number] for number in edge}
@@ -158,10 +159,8 @@ def summarise(judge, concepts, prefixes, found, base, scores, ratios):
                      "each": {"ratios": [0.0 if number < 0 else ratios[number] for number in each],
                               "concept": interval(values_each[:, 0]), "fluency": interval(values_each[:, 1])}})
     differences = [{"one": str(one), "other": str(two), "concept": interval(tested[one] - tested[two])}
-                   for one, two in itertools.permutations(tested, 2)
-                   if not one.is_control() and (len(one.layers) > 1) == (len(two.layers) > 1)
-                   and (one.source == "own" and two.way in (one.way, "random")
-                        or (two.run, two.source, two.way) == (one.run, "hash", one.way))]
+                   for one, two in itertools.permutations(tested, 2) if one.is_beside(two) and not one.is_control()
+                   and (one.run == two.run and two.is_control() or one.source == "own" and not two.is_control())]
     return rows, differences
 
 
@@ -191,10 +190,10 @@ def print_rows(judge, rows, scores, concepts, natural):
     for (run, seed), values in scores.base.items():
         say(f"{run}, unsteered{', another seed' * seed}: concept {show(interval(mean(values[:, :, 0], 1)), 0)}, "
             f"fluency {mean(values[:, :, 1]):.3f}")
-    say(f"{'':<42}{'ratio':>6}{'alpha':>8}{'concept':>24}{'fluency':>24}{'another':>9}{'an alpha each: concept':>25}"
+    say(f"{'':<48}{'ratio':>6}{'alpha':>8}{'concept':>24}{'fluency':>24}{'another':>9}{'an alpha each: concept':>25}"
         f"{'fluency':>9}")
     for row in rows:
-        say(f"{str(line_of(row)):<42}{row['ratio']:>6g}{row['alpha']:>8.3g}{show(row['concept'])}{show(row['fluency'])}"
+        say(f"{str(line_of(row)):<48}{row['ratio']:>6g}{row['alpha']:>8.3g}{show(row['concept'])}{show(row['fluency'])}"
             f"{row['other'][0]:>9.3f}{show(row['each']['concept'], 25)}{row['each']['fluency'][0]:>9.3f}"
             + "  on the frontier" * any(point["frontier"] for point in row["curve"]))
 
@@ -202,7 +201,7 @@ def print_rows(judge, rows, scores, concepts, natural):
 def print_differences(differences):
     say("one line less another, each at its one alpha: concept, paired")
     for row in differences:
-        say(f"  {row['one']:<38} less {row['other']:<42}" + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["concept"]))
+        say(f"  {row['one']:<38} less {row['other']:<46}" + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["concept"]))
 
 
 def side_by_side(rows, found, base, concepts, prefixes):
@@ -245,13 +244,13 @@ def draw(judge, scores, ratios, natural, path):
     for axes, (wide, way) in zip(panels.flat, itertools.product((True, False), ("contrast", "fitted"))):
         points = []
         for line, values in scores.lines.items():
-            if line.way not in (way, "random") or (len(line.layers) > 1) != wide:
+            if (len(line.layers) > 1, line.way.endswith("fitted")) != (wide, way == "fitted"):
                 continue
             control = line.is_control()
             curve = [mean(scores.base[line.run, 0], (0, 1)), *mean(values, (0, 2))]  # (1 + ratios, 2)
             points += [tuple(point) for point in curve]
             colour = "0.6" if control else colours[line.run, line.source]
-            handles[f"{line.run}: {'random, ' * (line.way == 'random')}{line.source}"], = axes.plot(
+            handles[f"{line.run}: {'random, ' * line.way.startswith('random')}{line.source}"], = axes.plot(
                 *zip(*curve), color=colour, marker="os^Dv"[runs.index(line.run) % 5], markersize=4, linewidth=1.4,
                 linestyle="--" if line.source == "hash" else ":" if control else "-", zorder=2 if control else 3)
             for number, ratio in enumerate(() if control else ratios):

@@ -76,6 +76,7 @@ def test_every_source_is_steered_at_all_layers_and_the_middle_one_in_every_way(r
     found = [(line.source, line.layers, line.way) for line in lines_of(run, open_sources(run, []))]
     free = "own" if run.config.bottleneck == "parity" else "stream"
     ways = [(source, way) for source in (free, "hash") for way in ("contrast", "fitted")] + [(free, "random")]
+    ways += [("own", "random fitted")] * (free == "own")
     assert sorted(found) == sorted((source, layers, way) for source, way in ways for layers in ((0, 1, 2), (1,)))
 
 
@@ -145,6 +146,8 @@ def test_what_is_drawn_by_lot_has_as_many_features_and_the_same_weights_but_for_
     assert not torch.equal(plain.indices, drawn.indices)
     assert all(len(set(row)) == 8 for row in drawn.indices.tolist())
     assert not torch.equal(plain.weights, by_way["fitted"].weights)
+    assert torch.equal(drawn.indices, by_way["random fitted"].indices)
+    assert not torch.equal(drawn.weights, by_way["random fitted"].weights)
 
 
 # Texts
@@ -339,12 +342,12 @@ def test_the_whole_of_it_and_again_without_writing_anything_twice(home, capsys):
     command(*arguments)
     printed = capsys.readouterr().out
     content = json.loads((home / "pareto.json").read_text())
-    assert len(content["rows"]) == 20 and content["judge"] == "toy grammar" and "checksum" in content
+    assert len(content["rows"]) == 22 and content["judge"] == "toy grammar" and "checksum" in content
     assert all(set(row) >= {"curve", "ratio", "alpha", "concept", "fluency", "other", "each", "n"} and row["n"] == 8
                for row in content["rows"])
-    assert printed.count("less tiny") == len(content["differences"]) == 4 * 5 + 4 and "another seed" in printed
+    assert printed.count("less tiny") == len(content["differences"]) == 4 * 3 + 4 + 2 and "another seed" in printed
     texts = [json.loads(line) for line in (home / "pareto.jsonl").read_text().splitlines()]
-    assert len(texts) == 20 * 4 * 2 * 4 + 2 * 2 * 4
+    assert len(texts) == 22 * 4 * 2 * 4 + 2 * 2 * 4
     row = next(row for row in texts if row.get("source") == "own")
     assert row["scores"] == pareto.clean(Grammar().score(
         Concept("x", toyworld.concept_words(row["concept"]), [], []), [(row["prefix"], row["text"])])[0])
