@@ -118,7 +118,7 @@ def cost_of(questions, kept=0):
     return Cost(len(questions), kept, characters // 4 + 8 * len(questions), REPLY_TOKENS * len(questions))
 
 
-def open_judge(name, cache, environment=None, temperature=0.0):
+def open_judge(name, cache, environment=None, temperature=0.0, needs_key=True):
     """The Judge that a user means by openai:MODEL. cache: a file for its answers."""
     environment = os.environ if environment is None else environment
     kind, _, model = name.partition(":")
@@ -134,10 +134,14 @@ def open_judge(name, cache, environment=None, temperature=0.0):
         raise UserError("OPENAI_BASE_URL must be an address such as http://127.0.0.1:8000/v1, without a name, a "
                         "password or a question mark in it")
     key = environment.get("OPENAI_API_KEY", "").strip()
-    if not key and url.rstrip("/") == DEFAULT_URL:
+    if needs_key and not key and url.rstrip("/") == DEFAULT_URL:
         raise UserError("the judge needs a key: put it into the environment as OPENAI_API_KEY, or the address of "
                         "another endpoint as OPENAI_BASE_URL")
     return Judge(model, cache, url, key, temperature)
+
+
+class Empty(Exception):
+    """A reply without a word: another attempt would cost as much and bring no more."""
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -190,6 +194,7 @@ class Judge:
         self.model, self.url, self.temperature = model, url.rstrip("/"), temperature
         self.pause, self.patience = pause, patience
         self.key, self.records, self.spent = key, Records(cache), [0, 0, 0]  # calls, tokens in, tokens out
+        self.failed = set()  # questions that got no answer: they are not put again by this process
         host = urllib.parse.urlsplit(url).hostname
         direct = [urllib.request.ProxyHandler({})] if host in ("localhost", "::1") or host.startswith("127.") else []
         self.opener = urllib.request.build_opener(NoRedirects, AnswersInTime, *direct)
@@ -211,7 +216,8 @@ class Judge:
     def ask(self, questions):
         """The reply to each question, in order; None where there is none. A question is a list of messages."""
         names = [self.name_of(question) for question in questions]
-        wanted = {name: question for name, question in zip(names, questions) if name not in self.records}
+        wanted = {name: question for name, question in zip(names, questions)
+                  if name not in self.records and name not in self.failed}
         if wanted:
             open(self.records.path, "ab").close()  # what cannot be kept is not paid for
         to_do, done, stop = queue.SimpleQueue(), queue.SimpleQueue(), threading.Event()
@@ -229,7 +235,9 @@ class Judge:
                 if in_a_row == AT_ONCE:
                     raise UserError(f"{in_a_row} questions in a row got no answer from {self.url} ({why}): the answers "
                                     "until now are kept, and the same command goes on")
-                if not problem:
+                if problem:
+                    self.failed.add(name)
+                else:
                     self.records.add(name, reply)
                     self.spent = [sum(pair) for pair in zip(self.spent, (1, *usage))]
                 left = int((time.monotonic() - began) / count * (len(wanted) - count))
@@ -299,13 +307,15 @@ class Judge:
 
 
 def parse_answer(body):
-    """(reply, [tokens in, tokens out]) of an answer; one of GARBLED if it is none."""
+    """(reply, [tokens in, tokens out]) of an answer; one of GARBLED if it is none, or Empty."""
     answer = json.loads(body)
     reply, usage = answer["choices"][0]["message"]["content"], answer.get("usage")
     if reply is not None and not isinstance(reply, str):
         raise TypeError("a reply that is no text")
     tokens = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
-    return reply or "", [count if isinstance(count, int) else 0 for count in tokens]
+    if not (reply or "").strip():
+        raise Empty(f"an empty reply, finish_reason {answer['choices'][0].get('finish_reason')!r}")
+    return reply, [count if isinstance(count, int) else 0 for count in tokens]
 
 
 def asked_pause(text):
@@ -334,6 +344,13 @@ class Asked:
         whole = [f"{prefix}{text.partition(END)[0]}" for prefix, text in pairs]
         return [concept_question(concept.name, text) for text in whole] + [fluency_question(text) for text in whole]
 
+    def try_out(self, questions):
+        """A sentence if none of the first replies has a rating: the rest would be paid for in vain."""
+        replies = self.judge.ask(questions[:AT_ONCE])
+        if all(rating(reply) is None for reply in replies):
+            raise UserError(f"none of the first {len(replies)} replies of {self.name} has a rating; one is "
+                            f"{self.judge.hidden(str(replies[0]))!r}: choose another model")
+
     def score(self, concept, pairs):
         scores = [rating(reply) for reply in self.judge.ask(self.questions(concept, pairs))]
         return list(zip(scores[: len(pairs)], scores[len(pairs):]))
@@ -359,20 +376,13 @@ class Grammar:
 
     @staticmethod
     def formed(text):
-        found = whole_sentences(text)
+        found = toyworld.whole_sentences(text.split(END))
         return sum(map(toyworld.well_formed, found)) / max(1, len(found))
-
-
-def whole_sentences(text):
-    """The sentences of a text of the toy world, but for one that its end cuts short."""
-    *whole, last = text.split(END)
-    return ([sentence for part in whole for sentence in toyworld.sentences(part)]
-            + toyworld.sentences(last[: last.rfind(".") + 1]))
 
 
 def share_of_sentences(words, text):
     """Which part of its whole sentences have one of these words."""
-    found = whole_sentences(text)
+    found = toyworld.whole_sentences(text.split(END))
     return sum(share_of_words(words, sentence) > 0 for sentence in found) / max(1, len(found))
 
 
@@ -409,7 +419,8 @@ class Likelihood:
 
 
 def least_fluency(judge, base):
-    """How fluent a steered text must be, unsteered ones being `base`: at most a tenth of the scale less."""
+    """How fluent a steered text must be, unsteered ones being `base`: at most a tenth less, of the scale or, where the
+    scale has no end that is reached, of base."""
     return 0.9 * base if judge.allowance is None else base - judge.allowance
 
 

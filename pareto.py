@@ -18,11 +18,12 @@ direction of the stream, drawn by lot. Features that are drawn are fitted, too: 
 alpha is given as a ratio, the same for all lines: the norm of what is added over the mean norm of what it is added to,
 the mean over layers. For own features that is the code, decoded, before it gets the norm of the input.
 
-The table has the most of a concept that a line reaches within the allowance of fluency: at most a tenth of the scale
-(0.2 of 0 to 2) less than unsteered texts. One alpha for all concepts is chosen on every other prefix, and its scores
-are those of the rest, which chose nothing; then the same with an alpha for each concept. Intervals hold 95% of
-bootstrap draws over concepts, and differences are paired. Beside them stand alpha = 0 with another seed, and the
-question about another concept. Texts are kept as they are written: the same command goes on after an interruption.
+The table has the most of a concept that a line reaches within the allowance of fluency: at most a tenth less than
+unsteered texts, of the scale (0.2 of 0 to 2) or, for run:RUN, of their fluency. One alpha for all concepts is chosen on
+every other prefix, and its scores are those of the rest, which chose nothing; then the same with an alpha for each
+concept. Intervals hold 95% of bootstrap draws over concepts, and differences are paired. Beside them stand alpha = 0
+with another seed, and the question about another concept. Texts are kept as they are written: the same command goes on
+after an interruption.
 """
 import argparse
 import itertools
@@ -46,7 +47,7 @@ from steer import HELD_OUT
 from tokenizer import END, encode
 from toyworld import is_toy
 
-RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4)  # chosen on the topics sea and war, which are not reported
+RATIOS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0)  # from no effect to ruin, for most lines
 HUNDRED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "concepts.txt")
 
 
@@ -68,9 +69,9 @@ def interval(values):
 
 def frontier(points):
     """The numbers of the points (n, 2) that no other beats, being as good in both and better in one; by the first
-    coordinate, the largest first."""
-    kept, best = [], -np.inf
-    for number in sorted(range(len(points)), key=lambda number: (-points[number][0], -points[number][1])):
+    coordinate, the largest first. Missing ones are left out."""
+    kept, best, there = [], -np.inf, [number for number, point in enumerate(points) if not np.isnan(point).any()]
+    for number in sorted(there, key=lambda number: (-points[number][0], -points[number][1])):
         x, y = points[number]
         if y > best or kept and (x, y) == tuple(points[kept[-1]]):
             kept.append(number)
@@ -131,7 +132,10 @@ def ask_all(judge, concepts, prefixes, found, base):
                  for texts in record["texts"] for question in judge.questions(concept, list(zip(prefixes, texts)))]
     questions += [question for texts, concept in itertools.product(base.values(), concepts)
                   for question in judge.questions(concept, list(zip(prefixes, texts)))]
-    say(f"asking {judge.name} at {judge.judge.url}: {judge.judge.cost(questions)}")
+    more = len(found) * len(concepts) * (len(prefixes) // 2)
+    say(f"asking {judge.name} at {judge.judge.url}: {judge.judge.cost(questions)}; then up to {more:,} more, about "
+        "another concept")
+    judge.try_out(questions)
     judge.judge.ask(questions)
 
 
@@ -145,7 +149,7 @@ def summarise(judge, concepts, prefixes, found, base, scores, ratios):
     for line, of_line in scores.lines.items():
         (one, values), (each, values_each) = best_of(judge, of_line, scores.base[line.run, 0])
         tested[line], other = values[:, 0], []
-        for number in range(len(concepts)):  # how much of the next concept is in the texts for this one
+        for number in range(len(concepts) if len(concepts) > 1 else 0):  # of the next concept, in texts for this one
             texts = base[line.run, 0] if one < 0 else found[line][number]["texts"][one]
             asked = judge.score(concepts[(number + 1) % len(concepts)], list(zip(prefixes, texts))[1::2])
             other.append(mean(np.array(asked, float)[:, 0]))
@@ -154,6 +158,7 @@ def summarise(judge, concepts, prefixes, found, base, scores, ratios):
                   "fluency": interval(mean(of_line[:, number, :, 1], 1)),
                   "missing": int(np.isnan(of_line[:, number]).sum())} for number, ratio in enumerate(ratios)]
         rows.append({**line._asdict(), "curve": curve, "chosen": one, "ratio": 0.0 if one < 0 else ratios[one],
+                     "end": {-1: "none is fluent enough", len(ratios) - 1: "the last ratio"}.get(one),
                      "alpha": 0.0 if one < 0 else curve[one]["alpha"], "n": len(concepts) * (len(prefixes) // 2),
                      "concept": interval(values[:, 0]), "fluency": interval(values[:, 1]), "other": interval(other),
                      "each": {"ratios": [0.0 if number < 0 else ratios[number] for number in each],
@@ -185,6 +190,9 @@ def print_rows(judge, rows, scores, concepts, natural):
 
     say(f"judge: {judge.name}. Concept: {judge.scales[0]}; fluency: {judge.scales[1]}. {len(concepts)} concepts, "
         f"n = {rows[0]['n']} texts a line; [95% of draws over concepts]")
+    def another(row):
+        return f"{row['other'][0]:.3f}" if len(concepts) > 1 else "-"
+
     if natural:
         say(f"the texts that vectors are made from: concept {show(natural, 0)}")
     for (run, seed), values in scores.base.items():
@@ -194,8 +202,9 @@ def print_rows(judge, rows, scores, concepts, natural):
         f"{'fluency':>9}")
     for row in rows:
         say(f"{str(line_of(row)):<48}{row['ratio']:>6g}{row['alpha']:>8.3g}{show(row['concept'])}{show(row['fluency'])}"
-            f"{row['other'][0]:>9.3f}{show(row['each']['concept'], 25)}{row['each']['fluency'][0]:>9.3f}"
-            + "  on the frontier" * any(point["frontier"] for point in row["curve"]))
+            f"{another(row):>9}{show(row['each']['concept'], 25)}{row['each']['fluency'][0]:>9.3f}"
+            + f"  {row['end']}" * bool(row["end"]) + "  on the frontier" * any(
+                point["frontier"] for point in row["curve"]))
 
 
 def print_differences(differences):
@@ -259,7 +268,8 @@ def draw(judge, scores, ratios, natural, path):
                                   textcoords="offset points")
                 draw_ellipse(axes, ellipse(mean(values[:, number], 1)), colour)
         edge = [points[number] for number in frontier(points)]
-        handles["frontier"], = axes.plot(*zip(*edge), color="0.85", linewidth=6, zorder=1)
+        if edge:
+            handles["frontier"], = axes.plot(*zip(*edge), color="0.85", linewidth=6, zorder=1)
         for run in runs:
             least = least_fluency(judge, mean(scores.base[run, 0][:, :, 1]))
             handles["least fluency allowed"] = axes.axhline(least, color="0.3", linewidth=0.8, linestyle=(0, (1, 3)))
@@ -302,7 +312,8 @@ def pick_judge(options, runs, home):
             say(f"{run.path} judges its own texts here: one that is not compared would be fairer")
         return Likelihood(run)
     if name.startswith("openai:"):
-        return Asked(open_judge(name, os.path.join(home, "judge.jsonl"), temperature=options.judge_temperature))
+        return Asked(open_judge(name, os.path.join(home, "judge.jsonl"), temperature=options.judge_temperature,
+                                needs_key=not options.dry_run))
     raise UserError(f"there is no judge {name!r}: the judges are openai:MODEL, run:RUN" + " and toy" * toy)
 
 
@@ -320,14 +331,13 @@ def tell_cost(judge, lines, runs, concepts, options):
 
 def rows_of_texts(found, base, concepts, prefixes, scores, ratios):
     """A row for each text."""
-    toy = {concept.name: concept.words for concept in concepts}
     for line, records in found.items():
         for (concept, record), values in zip(zip(concepts, records), scores.lines[line]):
             for ratio, alpha, texts, of_texts in zip(ratios, record["alphas"], record["texts"], values):
                 for place, (prefix, text) in enumerate(zip(prefixes, texts)):
                     yield {**line._asdict(), "concept": concept.name, "ratio": ratio, "alpha": alpha, "prefix": prefix,
-                           "text": text, "scores": clean(of_texts[place]),
-                           "sentences with the concept": share_of_sentences(toy[concept.name], text)}
+                           "text": text, "scores": clean(of_texts[place]), "sentences with the concept":
+                           share_of_sentences(concept.words, text) if concept.words else None}
     for (run, seed), texts in base.items():
         for place, (prefix, text) in enumerate(zip(prefixes, texts)):
             yield {"run": run, "unsteered": seed, "prefix": prefix, "text": text, "scores": {
@@ -353,8 +363,8 @@ def parse(arguments):
     parser.add_argument("--prefix-words", type=within(int, 1), metavar="N",
                         help=f"the first N words of these ({PREFIX_WORDS}; toy world: all before the first that tells "
                              "the topic)")
-    parser.add_argument("--prefix-count", type=within(int, 2), default=32, metavar="N",
-                        help="so many of these; alpha is chosen on half (32)")
+    parser.add_argument("--prefix-count", type=within(int, 2), default=24, metavar="N",
+                        help="so many of these; alpha is chosen on half (24)")
     parser.add_argument("--judge", metavar="NAME", help="openai:MODEL, run:RUN, toy (toy, for its models)")
     parser.add_argument("--judge-temperature", type=temperature, default=0.0, metavar="T",
                         help="of openai:MODEL; none leaves it to the model (0)")
@@ -366,7 +376,7 @@ def parse(arguments):
     parser.add_argument("--tokens", type=within(int, 1), default=64, metavar="N", help="of a text (64)")
     parser.add_argument("--temperature", type=within(float, 0), default=0.8, metavar="T", help="of texts (0.8)")
     parser.add_argument("--top-p", type=within(float, 0, 1, open_low=True), default=0.9, metavar="P", help="(0.9)")
-    parser.add_argument("--batch", type=within(int, 1), default=256, metavar="N", help="texts at a time (256)")
+    parser.add_argument("--batch", type=within(int, 1), default=512, metavar="N", help="texts at a time (512)")
     parser.add_argument("--seed", type=within(int, 0, 2 ** 40), default=0, metavar="N")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     options = parser.parse_args(arguments)

@@ -32,7 +32,6 @@ from checkpoint import weights_hash
 from dpb import Code, unfold
 from features import read_arrays, write_arrays
 from helpers import UserError
-from judge import whole_sentences
 from sources import Neurons, Source, open_source, read_activations, read_codes
 from tokenizer import END, encode
 
@@ -92,7 +91,7 @@ def add_features(vector, alpha, layer, code):
     row = vector.layers.tolist().index(layer)
     shape = *code.indices.shape[:-1], vector.indices.shape[1]
     more = Code(vector.indices[row].to(code.indices).expand(shape),
-                (alpha * vector.weights[row]).to(code.coefs).expand(shape))
+                (alpha * vector.weights[row].to(code.coefs)).to(code.coefs).expand(shape))
     return Code(*(torch.cat(pair, dim=-1) for pair in zip(code, more)))
 
 
@@ -219,7 +218,7 @@ def count_toy_words(text, concept):
     A sentence that the end of the text cuts short is not counted.
     """
     words, known = re.findall(r"\w+", text.replace(END, " ")), set(toyworld.concept_words(concept))
-    found = whole_sentences(text)
+    found = toyworld.whole_sentences(text.split(END))
     return sum(word in known for word in words), len(words), sum(map(toyworld.well_formed, found)), len(found)
 
 

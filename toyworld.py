@@ -461,6 +461,13 @@ def sentences(text):
     return [sentence.strip() for sentence in re.findall(r"[^.\n]*\.|[^.\n]+", text) if sentence.strip()]
 
 
+def whole_sentences(parts):
+    """The sentences of texts that follow each other, but for one that the end of the last text cuts short."""
+    *whole, last = parts
+    return ([sentence for part in whole for sentence in sentences(part)]
+            + sentences(last[: last.rfind(".") + 1]))
+
+
 @functools.cache
 def word_classes():
     """The class of every word that can fill a slot; the class of a name is its pronoun."""

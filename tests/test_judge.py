@@ -372,7 +372,8 @@ def test_failures_that_are_not_in_a_row_do_not_end_the_run(serve, connect, monke
     assert ask(judge, *numbered(60)) == [None if text in failing else text for text in numbered(60)]
     server.asked.clear()
     failing.clear()
-    assert ask(judge, *numbered(60)) == numbered(60) and set(server.asked) == set(numbered(60)[::3])
+    assert None in ask(judge, *numbered(60)) and not server.asked  # by the same judge nothing is put again
+    assert ask(connect(server), *numbered(60)) == numbered(60) and set(server.asked) == set(numbered(60)[::3])
 
 
 @pytest.mark.parametrize("status, words", [
@@ -558,11 +559,30 @@ def test_another_model_temperature_or_address_is_another_question(serve, connect
 
 def test_a_reply_without_a_rating_is_kept_and_stays_missing(serve, connect):
     odd = "no \ud800 idea \u00e9\u2028"
-    server = serve(lambda handler, text, times: (200, {}, chat(None if text == "silent" else odd)))
+    server = serve(lambda handler, text, times: odd)
     for _ in range(2):
-        replies = ask(connect(server), "silent", "odd")
-        assert replies == ["", odd] and list(map(rating, replies)) == [None, None]
-    assert len(server.asked) == 2
+        replies = ask(connect(server), "odd")
+        assert replies == [odd] and list(map(rating, replies)) == [None]
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("reply", [None, "", " \n"])
+def test_an_empty_reply_is_missing_and_not_asked_for_again_before_the_next_run(serve, connect, reply, capsys):
+    server = serve(lambda handler, text, times: (200, {}, chat(reply)))
+    for number in (1, 2):
+        assert ask(connect(server), "silent") == [None] and len(server.asked) == number
+    assert "an empty reply" in capsys.readouterr().out
+    with pytest.raises(UserError, match="in a row"):
+        ask(connect(server), *numbered(20))
+
+
+def test_a_model_that_gives_no_ratings_is_found_out_before_all_is_paid_for(serve, connect):
+    server = serve(lambda handler, text, times: "I would rather not say.")
+    with pytest.raises(UserError, match="rather not say"):
+        Asked(connect(server)).try_out([question(text) for text in numbered(50)])
+    assert len(server.asked) == 8
+    server = serve(lambda handler, text, times: "Rating: [[1]]")
+    Asked(connect(server)).try_out([question(text) for text in numbered(50)])
 
 
 def test_the_cost_is_of_what_is_not_answered_yet(serve, connect):

@@ -165,6 +165,20 @@ def test_prompts_of_any_length_in_one_batch_give_the_texts_of_each_alone(run):
     assert write_texts(run, PREFIXES, small, 0, source, vector, [0.0, 3.0]) == together
 
 
+def test_a_text_depends_on_the_concept_and_not_on_its_place_in_a_list(folder, tmp_path):
+    """So that what was kept of one command is what another would write."""
+    run = open_run(str(folder / "out" / "tiny"))
+    options, sources = Namespace(**{**vars(OPTIONS), "temperature": 0.8}), {"tiny": open_sources(run, [])}
+    other = TEXTS._replace(name="boats")
+    line = next(line for line in lines_of(run, sources["tiny"]) if line.way == "random")
+    found = []
+    for number, order in enumerate([(TEXTS, other), (other, TEXTS)]):
+        writer = lines.Writer({"tiny": run}, sources, PREFIXES, options, str(tmp_path / f"{number}.jsonl"))
+        found.append({concept.name: writer.steered(line, concept) for concept in order})
+        assert writer.unsteered("tiny", 0) != writer.unsteered("tiny", 1)
+    assert found[0] == found[1] and found[0]["sea"] != found[0]["boats"]
+
+
 def test_a_text_is_what_comes_after_its_own_prefix(run):
     tokens, forced = ragged([[1, 2], [1, 2, 3, 4], [5, 6, 7]])
     assert tokens.tolist() == [[1, 2], [1, 2], [5, 6]] and forced.tolist() == [[-1, -1], [3, 4], [7, -1]]
@@ -190,6 +204,8 @@ def test_the_nucleus_is_the_smallest_set_with_the_mass():
 @pytest.mark.parametrize("arguments", [(None, None), (2, None), (None, 0.85), (3, 0.85)])
 def test_tokens_are_drawn_as_often_as_they_are_likely(arguments):
     probabilities = torch.tensor([0.15, 0.5, 0.05, 0.3])
+    never = torch.tensor([[float("-inf"), -200.0, 0.0, 1.0]] * 1000)  # in front: what has no probability is never drawn
+    assert set(sample(never, 1.0, *arguments, torch.Generator().manual_seed(0)).tolist()) == {2, 3}
     drawn = sample(probabilities.log().repeat(40_000, 1), 1.0, *arguments, torch.Generator().manual_seed(0))
     kept = {(None, None): [0, 1, 2, 3], (2, None): [1, 3], (None, 0.85): [0, 1, 3], (3, 0.85): [0, 1, 3]}[arguments]
     expected = torch.zeros(4)
@@ -211,6 +227,11 @@ def test_the_frontier_is_what_no_point_beats():
             found = frontier([tuple(point) for point in points])
             assert set(found) == by_hand and len(found) == len(by_hand)
             assert [points[i][0] for i in found] == sorted((points[i][0] for i in found), reverse=True)
+
+
+def test_what_is_missing_is_on_no_frontier():
+    assert frontier([(0.1, 0.9), (np.nan, np.nan), (0.5, 0.5), (0.05, 0.2)]) == [2, 0]
+    assert frontier([(np.nan, 0.3)]) == []
 
 
 def test_the_ellipse_holds_the_true_mean_in_95_of_100_draws():
@@ -264,7 +285,8 @@ def test_a_hundred_concepts_have_names_and_words_of_their_own():
     ("x.txt", "sea ship boat\n", "CONCEPT: WORD WORD"), ("x.txt", "sea:\n", "CONCEPT: WORD WORD"),
     ("x.txt", "# nothing\n", "no concept"), ("x.txt", "sea: a\nsea: b\n", "two of one name"),
     ("x.jsonl", "{}\n", "a concept is"), ("x.jsonl", '{"concept": "sea", "words": "ship"}\n', "a concept is"),
-    ("x.jsonl", "[1]\n", "one JSON object a line"), ("x.jsonl", "", "one JSON object a line"), ("x.txt", "", "empty"),
+    ("x.jsonl", "[1]\n", "one JSON object a line"), ("x.jsonl", "", "empty"), ("x.txt", "", "empty"),
+    ("x.jsonl", '{"concept": "sea", "words": ["ice cream"]}\n', "single words"), ("x.txt", "sea: ice-cream", "single"),
 ])
 def test_a_wrong_file_of_concepts_is_answered(tmp_path, name, content, sentence):
     (tmp_path / name).write_text(content)
@@ -397,6 +419,9 @@ def test_what_a_judge_costs_is_told_before_and_is_enough(home, monkeypatch, caps
     count = len(asked)
     command(*arguments)
     assert len(asked) == count
+    monkeypatch.delenv("OPENAI_BASE_URL")
+    monkeypatch.delenv("OPENAI_API_KEY")
+    command(*arguments, "--dry-run")  # needs no key
     for path in home.iterdir():
         assert b"sk-very-secret" not in path.read_bytes()
     assert "sk-very-secret" not in printed
@@ -417,7 +442,9 @@ def test_real_text_is_judged_offline_by_another_model(home, folder, tmp_path, ca
     (["--sae", "topk"], "trains them"), (["--sae", "x"], "there is no SAE"), (["--judge", "x"], "there is no judge"),
     (["--ratios", "1,0.5"], "must grow"), (["--ratios", "0,1"], "must grow"), (["--concepts", "boats"], "no concept"),
     (["--tokens", "32"], "fewer --tokens"), (["--dry-run"], "costs nothing"),
-    (["--prefixes", "none.tsv"], "cannot read"), (["--judge", "run:nowhere"], "no checkpoint"),
+    (["--prefixes", "none.tsv"], "cannot read"), (["--concepts", "sea,sea"], "named twice"),
+    (["--prefix-words", "1"], "different beginnings"), (["--concepts", ",".join(toyworld.TOPICS)], "fewer concepts"),
+    (["--concepts", "none.jsonl"], "no concept"), (["--judge", "run:nowhere"], "no checkpoint"),
 ])
 def test_wrong_arguments_are_answered_before_anything_is_written(home, arguments, sentence):
     with pytest.raises(UserError, match=sentence):
