@@ -421,7 +421,7 @@ def bench_generate(options):
     for row in options.rows:
         models = {variant: GPT(settings(row, variant, options.layers_of(row))).to(device).eval()
                   for variant in ("dense", "parity")}
-        for batch in 1, 16:
+        for batch in (1, 16, 256) if row == "tiny" else (1, 16):
             prompt = torch.randint(0, 1500, (batch, 16), device=device)
             runs = {name: lambda m=m, p=prompt: list(m.generate(p, options.tokens, temperature=0))
                     for name, m in models.items()}

@@ -31,6 +31,8 @@ class Concept(NamedTuple):
 def toy_concepts(names):
     for name in names:
         check_concept(name)
+    if len(set(names)) < len(names):
+        raise UserError(f"a concept is named twice in {','.join(names)}")
     return [Concept(name, toyworld.concept_words(name), *toy_texts(name)) for name in names]
 
 
@@ -39,6 +41,7 @@ def read_concepts(path):
     positive, a list of texts."""
     found = []
     if path.endswith(".jsonl"):
+        read_text(path)  # or a sentence
         rows, lines = read_lines(path)
         if len(rows) < lines or not lines:
             raise UserError(f"{path} must hold one JSON object a line, and {lines - len(rows)} of {lines} are none")
@@ -57,6 +60,9 @@ def read_concepts(path):
                 if not colon or not name.strip() or not words.split():
                     raise UserError(f"{path}: a line is CONCEPT: WORD WORD ..., but one is {line[:80]!r}")
                 found.append((name.strip(), tuple(words.split()), []))
+    for word in (word for _, words, _ in found for word in words):
+        if not re.fullmatch(r"\w+", word):
+            raise UserError(f"{path}: words are compared one by one, so {word!r} is never found: give single words")
     names = [name for name, _, _ in found]
     if not names or len(set(names)) < len(names):
         raise UserError(f"{path} has no concept, or two of one name: each needs a name of its own")
@@ -65,7 +71,7 @@ def read_concepts(path):
 
 def text_concepts(run, path, n=64, length=48, fewest=8):
     """The concepts of a file, with texts: those given, else pieces of the training data that have one of the words, up
-    to n; and as many that have none. One that has fewer than `fewest` is left out, and named."""
+    to n; and n others that have no word of any. One that has fewer than `fewest` is left out, and named."""
     listed, tokens = read_concepts(path), open_tokens(run, "train", verify=False)
     by_word = {}
     for name, words, _ in listed:
@@ -98,13 +104,15 @@ def toy_prefixes(count, words, concepts):
     what they are about, or so many words."""
     known, found = {concept.name for concept in concepts}, {}
     telling = {word for topic in toyworld.TOPICS for word in toyworld.concept_words(topic)}
-    for text, labels in toyworld.documents(PREFIX_SEED, 10 ** 9):
+    for text, labels in toyworld.documents(PREFIX_SEED, 200 * count):
         if known.isdisjoint(labels["topics"]):
             listed = text.split()
             end = words or next(place for place, word in enumerate(listed) if word.strip(".,") in telling)
             found[" ".join(listed[:end])] = True
             if len(found) == count:
                 return list(found)
+    raise UserError(f"{200 * count:,} documents about none of the concepts have {len(found)} different beginnings, but "
+                    f"{count} prefixes are wanted: give fewer concepts or --prefix-count, or more --prefix-words")
 
 
 def text_prefixes(run, path, count, words):

@@ -20,6 +20,7 @@ import argparse
 import email.utils
 import hashlib
 import http.client
+import io
 import json
 import math
 import os
@@ -35,7 +36,6 @@ from typing import NamedTuple
 
 import toyworld
 from helpers import Records, UserError, progress, run_script, say
-from score import Scorer, fit
 from tokenizer import END, encode
 
 DEFAULT_URL = "https://api.openai.com/v1"
@@ -43,7 +43,8 @@ MAY_PASS = {408, 409, 425, 429}
 AT_ONCE = 8         # questions under way; and so many failures in a row end the run
 ATTEMPTS = 6        # at a question
 REPLY_TOKENS = 400  # of a reply, at most
-LARGEST = 2 ** 22   # bytes of an answer that are read
+LARGEST = 2 ** 22   # bytes of an answer that are read: what is longer is cut off, and then no JSON
+GARBLED = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError)  # by a broken answer
 
 CONCEPT = """You will see a concept and a text that a small language model has written. Say how far the text speaks of \
 the concept.
@@ -93,7 +94,7 @@ def fluency_question(text):
 
 def rating(reply):
     """The last rating in a reply, from 0 to 2, halves too; None if there is none."""
-    found = re.findall(r"Rating:\s*\[\[\s*([0-9]+(?:\.[0-9]+)?)\s*\]\]", reply or "")
+    found = re.findall(r"Rating:[\s*]*\[\[\s*(-?[0-9]+(?:\.[0-9]+)?)\s*\]\]", reply or "")
     value = float(found[-1]) if found else math.nan
     return value if 0 <= value <= 2 else None
 
@@ -117,7 +118,7 @@ def cost_of(questions, kept=0):
     return Cost(len(questions), kept, characters // 4 + 8 * len(questions), REPLY_TOKENS * len(questions))
 
 
-def open_judge(name, cache, environment=None, temperature=0.0):
+def open_judge(name, cache, environment=None, temperature=0.0, needs_key=True):
     """The Judge that a user means by openai:MODEL. cache: a file for its answers."""
     environment = os.environ if environment is None else environment
     kind, _, model = name.partition(":")
@@ -129,16 +130,18 @@ def open_judge(name, cache, environment=None, temperature=0.0):
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         known = False
-    if not known or "@" in parts.netloc or not url.isascii() or not url.isprintable() or " " in url:
-        raise UserError("OPENAI_BASE_URL must be an address such as http://127.0.0.1:8000/v1, without a name or a "
-                        "password in it")
+    if not known or "@" in parts.netloc or not url.isascii() or not url.isprintable() or set(url) & set(" ?#"):
+        raise UserError("OPENAI_BASE_URL must be an address such as http://127.0.0.1:8000/v1, without a name, a "
+                        "password or a question mark in it")
     key = environment.get("OPENAI_API_KEY", "").strip()
-    if not key and url == DEFAULT_URL:
+    if needs_key and not key and url.rstrip("/") == DEFAULT_URL:
         raise UserError("the judge needs a key: put it into the environment as OPENAI_API_KEY, or the address of "
                         "another endpoint as OPENAI_BASE_URL")
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError("OPENAI_API_KEY holds characters that no key has: copy it again")
     return Judge(model, cache, url, key, temperature)
+
+
+class Empty(Exception):
+    """A reply without a word: another attempt would cost as much and bring no more."""
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -148,15 +151,53 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class InTime(io.RawIOBase):
+    """What a socket receives within its timeout, which is else for each piece: a byte a minute would go on for ever."""
+
+    def __init__(self, raw, sock):
+        self.raw, self.sock, self.end = raw, sock, time.monotonic() + sock.gettimeout()
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("an answer without an end")
+        self.sock.settimeout(left)
+        return self.raw.readinto(buffer)
+
+    def close(self):
+        self.raw.close()
+        super().close()
+
+
+class Answer(http.client.HTTPResponse):
+    def __init__(self, sock, *arguments, **options):
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(InTime(self.fp.detach(), sock))
+
+
+class AnswersInTime(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    def do_open(self, kind, request, **options):
+        class Connection(kind):
+            response_class = Answer
+        return super().do_open(Connection, request, **options)
+
+
 class Judge:
     """A model behind an address. pause: seconds before the second attempt; patience: that an answer may take."""
 
     def __init__(self, model, cache, url, key, temperature=0.0, pause=1.0, patience=90.0):
-        self.model, self.url, self.temperature, self.pause, self.patience = model, url, temperature, pause, patience
+        if not key.isascii() or not key.isprintable() or " " in key:  # http.client would show it in an error
+            raise UserError("OPENAI_API_KEY holds characters that no key has: copy it again")
+        self.model, self.url, self.temperature = model, url.rstrip("/"), temperature
+        self.pause, self.patience = pause, patience
         self.key, self.records, self.spent = key, Records(cache), [0, 0, 0]  # calls, tokens in, tokens out
+        self.failed = set()  # questions that got no answer: they are not put again by this process
         host = urllib.parse.urlsplit(url).hostname
         direct = [urllib.request.ProxyHandler({})] if host in ("localhost", "::1") or host.startswith("127.") else []
-        self.opener = urllib.request.build_opener(NoRedirects, *direct)
+        self.opener = urllib.request.build_opener(NoRedirects, AnswersInTime, *direct)
 
     def body_of(self, question):
         body = {"model": self.model, "messages": question, "max_completion_tokens": REPLY_TOKENS}
@@ -175,7 +216,10 @@ class Judge:
     def ask(self, questions):
         """The reply to each question, in order; None where there is none. A question is a list of messages."""
         names = [self.name_of(question) for question in questions]
-        wanted = {name: question for name, question in zip(names, questions) if name not in self.records}
+        wanted = {name: question for name, question in zip(names, questions)
+                  if name not in self.records and name not in self.failed}
+        if wanted:
+            open(self.records.path, "ab").close()  # what cannot be kept is not paid for
         to_do, done, stop = queue.SimpleQueue(), queue.SimpleQueue(), threading.Event()
         for item in wanted.items():
             to_do.put(item)
@@ -191,7 +235,9 @@ class Judge:
                 if in_a_row == AT_ONCE:
                     raise UserError(f"{in_a_row} questions in a row got no answer from {self.url} ({why}): the answers "
                                     "until now are kept, and the same command goes on")
-                if not problem:
+                if problem:
+                    self.failed.add(name)
+                else:
                     self.records.add(name, reply)
                     self.spent = [sum(pair) for pair in zip(self.spent, (1, *usage))]
                 left = int((time.monotonic() - began) / count * (len(wanted) - count))
@@ -214,6 +260,7 @@ class Judge:
             try:
                 done.put((name, *self.request(question, stop), None))
             except UserError as error:
+                stop.set()  # here, or this thread would ask the next question before the main one hears of it
                 done.put((name, None, None, error))
             except Exception as error:  # what sockets, http and json can raise, and bugs, which must not hang the run
                 done.put((name, None, None, self.hidden(f"{type(error).__name__}: {error}")))
@@ -221,33 +268,23 @@ class Judge:
     def request(self, question, stop):
         """(reply, [tokens in, tokens out])."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        request = urllib.request.Request(f"{self.url.rstrip('/')}/chat/completions",
+        request = urllib.request.Request(f"{self.url}/chat/completions",
                                          json.dumps(self.body_of(question)).encode(), headers, method="POST")
         for attempt in range(ATTEMPTS):
             wait = self.pause * 2 ** attempt * random.uniform(0.75, 1.25)
             try:
                 with self.opener.open(request, timeout=self.patience) as response:
-                    return parse_answer(self.read(response))
+                    return parse_answer(response.read(LARGEST))
             except urllib.error.HTTPError as error:
                 if error.code not in MAY_PASS and error.code < 500:
                     raise UserError(self.refusal(error)) from None
                 problem = ConnectionError(f"status {error.code}")
                 wait = max(wait, asked_pause(error.headers.get("Retry-After")))
-            except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            except GARBLED as error:
                 problem = error
             if attempt + 1 < ATTEMPTS and stop.wait(wait):
                 break
         raise problem
-
-    def read(self, response):
-        """The whole answer, in time: a timeout of the socket would let one byte a minute go on for ever."""
-        end, parts, size = time.monotonic() + self.patience, [], 0
-        while part := response.read1(2 ** 16):
-            parts.append(part)
-            size += len(part)
-            if size > LARGEST or time.monotonic() > end:
-                raise TimeoutError("an answer without an end")
-        return b"".join(parts)
 
     def refusal(self, error):
         """A sentence on an answer that will not change."""
@@ -256,7 +293,7 @@ class Judge:
                     "is lost, and the same command goes on")
         try:
             text = json.loads(error.read(2 ** 16))["error"]["message"]
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        except GARBLED:
             text = error.reason
         why = self.hidden(str(text))
         what = {404: "is there this model, and does OPENAI_BASE_URL end as it should, in /v1?"}.get(
@@ -270,13 +307,15 @@ class Judge:
 
 
 def parse_answer(body):
-    """(reply, [tokens in, tokens out]) of an answer; ValueError, LookupError or TypeError if it is none."""
+    """(reply, [tokens in, tokens out]) of an answer; one of GARBLED if it is none, or Empty."""
     answer = json.loads(body)
-    reply, usage = answer["choices"][0]["message"]["content"], answer.get("usage") or {}
+    reply, usage = answer["choices"][0]["message"]["content"], answer.get("usage")
     if reply is not None and not isinstance(reply, str):
         raise TypeError("a reply that is no text")
-    tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
-    return reply or "", [count if isinstance(count, int) else 0 for count in tokens]
+    tokens = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
+    if not (reply or "").strip():
+        raise Empty(f"an empty reply, finish_reason {answer['choices'][0].get('finish_reason')!r}")
+    return reply, [count if isinstance(count, int) else 0 for count in tokens]
 
 
 def asked_pause(text):
@@ -286,7 +325,7 @@ def asked_pause(text):
     except (TypeError, ValueError):
         try:
             seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError, OverflowError):
             seconds = 0.0
     return min(120.0, max(0.0, seconds)) if math.isfinite(seconds) else 0.0
 
@@ -304,6 +343,13 @@ class Asked:
     def questions(self, concept, pairs):
         whole = [f"{prefix}{text.partition(END)[0]}" for prefix, text in pairs]
         return [concept_question(concept.name, text) for text in whole] + [fluency_question(text) for text in whole]
+
+    def try_out(self, questions):
+        """A sentence if none of the first replies has a rating: the rest would be paid for in vain."""
+        replies = self.judge.ask(questions[:AT_ONCE])
+        if all(rating(reply) is None for reply in replies):
+            raise UserError(f"none of the first {len(replies)} replies of {self.name} has a rating; one is "
+                            f"{self.judge.hidden(str(replies[0]))!r}: choose another model")
 
     def score(self, concept, pairs):
         scores = [rating(reply) for reply in self.judge.ask(self.questions(concept, pairs))]
@@ -330,20 +376,13 @@ class Grammar:
 
     @staticmethod
     def formed(text):
-        found = whole_sentences(text)
+        found = toyworld.whole_sentences(text.split(END))
         return sum(map(toyworld.well_formed, found)) / max(1, len(found))
-
-
-def whole_sentences(text):
-    """The sentences of a text of the toy world, but for one that its end cuts short."""
-    *whole, last = text.split(END)
-    return ([sentence for part in whole for sentence in toyworld.sentences(part)]
-            + toyworld.sentences(last[: last.rfind(".") + 1]))
 
 
 def share_of_sentences(words, text):
     """Which part of its whole sentences have one of these words."""
-    found = whole_sentences(text)
+    found = toyworld.whole_sentences(text.split(END))
     return sum(share_of_words(words, sentence) > 0 for sentence in found) / max(1, len(found))
 
 
@@ -361,10 +400,12 @@ class Likelihood:
     scales = ("share of the concept's words", "probability of a token, times new threes")
 
     def __init__(self, run):
+        from score import Scorer  # here, since it needs torch, and an endpoint does not
         self.run, self.name, self.allowance = run, f"run:{run.path}", None
         self.scorer = Scorer(run.model, run.config.context)
 
     def score(self, concept, pairs):
+        from score import fit
         end, texts = self.run.encoding.eot_token, [text.partition(END)[0] for _, text in pairs]
         before, after = ([encode(self.run.encoding, part).tolist() for part in parts]
                          for parts in ([prefix for prefix, _ in pairs], texts))
@@ -378,7 +419,8 @@ class Likelihood:
 
 
 def least_fluency(judge, base):
-    """How fluent a steered text must be, unsteered ones being `base`: at most a tenth of the scale less."""
+    """How fluent a steered text must be, unsteered ones being `base`: at most a tenth less, of the scale or, where the
+    scale has no end that is reached, of base."""
     return 0.9 * base if judge.allowance is None else base - judge.allowance
 
 

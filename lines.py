@@ -5,8 +5,8 @@
     record = writer.steered(lines[0], concept, 0)              {alphas, texts}, written or as they were kept
 
 A line is a source of features (own, hash, SAEs, or the residual stream itself), the layers that it is used at, and how
-weights are made: contrast, fitted or random. alpha is chosen so that what is added has a given ratio to what it is
-added to: the norm of the first over the mean norm of the second, the mean over layers.
+the vector is made: contrast, fitted, or either of features drawn by lot. alpha is chosen so that what is added has a
+given ratio to what it is added to: the norm of the first over the mean norm of the second, the mean over layers.
 """
 import itertools
 import time
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from checkpoint import name_of, weights_hash
-from helpers import Records, checksum, progress
+from helpers import Records, checksum, progress, say
 from sources import open_source, open_tokens, read_activations, read_codes
 from steer import contrast, fit, steered, stream_source, text_of
 from tokenizer import encode
@@ -27,7 +27,7 @@ class Line(NamedTuple):
     run: str
     source: str      # own, hash, stream, or a kind of SAE
     layers: tuple    # all of the source, or one
-    way: str         # contrast, fitted or random
+    way: str         # contrast, fitted, random, random fitted
 
     def place(self):
         return "all layers" if len(self.layers) > 1 else f"layer {self.layers[0]}"
@@ -36,7 +36,12 @@ class Line(NamedTuple):
         return f"{self.run}: {self.source}, {self.place()}, {self.way}"
 
     def is_control(self):
-        return self.source == "hash" or self.way == "random"
+        return self.source == "hash" or self.way.startswith("random")
+
+    def is_beside(self, other):
+        """Whether two lines may be compared: both at all layers or at one, both fitted or not."""
+        return (len(self.layers) > 1, self.way.endswith("fitted")) == (
+            len(other.layers) > 1, other.way.endswith("fitted"))
 
 
 # Vectors
@@ -52,13 +57,18 @@ def open_sources(run, saes):
 
 
 def lines_of(run, sources):
-    """Every way to steer a run. What is drawn by lot is of its own features, or of the stream."""
+    """Every way to steer a run. All coordinates of the stream are fitted, so that there none can be drawn for it."""
     middle = (run.config.layers // 2,)
+    every = tuple(range(run.config.layers))
     for name, source in sources.items():
-        ways = ("contrast", "fitted", "random") if name in ("own", "stream") else ("contrast", "fitted")
-        for layers in dict.fromkeys((tuple(sorted(source.layers)), middle)):
+        ways = {"hash": ("contrast", "fitted"), "stream": ("contrast", "fitted", "random")}.get(
+            name, ("contrast", "fitted", "random", "random fitted"))
+        for layers in dict.fromkeys((every, middle)):
             if set(layers) <= set(source.layers):
                 yield from (Line(name_of(run), name, layers, way) for way in ways)
+            else:
+                say(f"{name_of(run)}: {name} has only the layers {', '.join(map(str, sorted(source.layers)))}, so that "
+                    f"it is left out where {'all layers are' if layers == every else f'layer {middle[0]} is'} steered")
 
 
 def random_vector(source, vector, seed):
@@ -66,19 +76,20 @@ def random_vector(source, vector, seed):
     rng, (layers, k) = torch.Generator().manual_seed(seed), vector.weights.shape
     if source.kind == "stream":
         return vector._replace(weights=torch.randn(layers, k, generator=rng))
-    order, indices = (torch.stack([torch.randperm(n, generator=rng)[:k] for _ in range(layers)]) for n in (k, source.m))
+    order, indices = (torch.stack([torch.randperm(n, generator=rng)[:k] for _ in range(layers)])
+                      for n in (k, 2 * source.m))  # of the unfolded features, as contrast takes them
     signs = torch.randint(0, 2, (layers, k), generator=rng) * 2 - 1
-    return vector._replace(indices=indices, weights=vector.weights.gather(1, order) * signs)
+    return vector._replace(indices=indices % source.m, weights=vector.weights.gather(1, order) * signs)
 
 
-def vector_of(run, source, line, vector, concept, number, options):
-    """(source, vector) of a line, from the contrast at all layers."""
+def vector_of(run, source, line, vector, concept, seed, options):
+    """(source, vector) of a line, from the contrast at all layers. seed: of what is drawn by lot."""
     rows = [vector.layers.tolist().index(layer) for layer in line.layers]
     source = source._replace(layers={layer: source.layers[layer] for layer in line.layers})
     vector = vector._replace(layers=vector.layers[rows], indices=vector.indices[rows], weights=vector.weights[rows])
-    if line.way == "fitted":
-        return source, fit(run, source, vector, concept.positive, options.fit)
-    return source, random_vector(source, vector, number) if line.way == "random" else vector
+    if line.way.startswith("random"):
+        vector = random_vector(source, vector, seed)
+    return source, fit(run, source, vector, concept.positive, options.fit) if line.way.endswith("fitted") else vector
 
 
 @torch.no_grad()
@@ -89,7 +100,7 @@ def norms_of(run, source, windows=32):
     rows = rows.to(run.model.embedding.weight.device)
     if source.kind == "own":
         codes = read_codes(run.model, rows, source)
-        found = {layer: source.layers[layer].decode(code) for layer, code in codes.items()}
+        found = {layer: part.decode(codes[layer]) for layer, part in source.layers.items()}
     else:
         found = read_activations(run.model, rows, source.site, source.layers)
     return {layer: x.float().norm(dim=-1).mean().item() for layer, x in found.items()}
@@ -139,9 +150,16 @@ class Writer:
         self.records, self.contrasts, self.norms = Records(path), {}, {}
         self.weights = {name: weights_hash(run.model) for name, run in runs.items()}
         kept = ("tokens", "temperature", "top_p", "seed", "k", "fit", "ratios", "batch")
-        self.settings = {name: getattr(options, name) for name in kept} | {"prefixes": prefixes, "version": 1}
+        self.settings = {name: getattr(options, name) for name in kept} | {
+            "prefixes": prefixes, "device": next(iter(runs.values())).model.embedding.weight.device.type, "version": 2}
+        self.data = {name: open_tokens(run, "val", verify=False).identity() for name, run in runs.items()}
+
+    def seed(self, *what):
+        """Of the texts for this: the same for all lines, so that they differ by nothing else."""
+        return int(checksum([self.options.seed, *what])[:10], 16)
 
     def known(self, what, make):
+        """What was made of this before, or is now. `what` and the settings are all that determines it."""
         key = checksum([self.settings, *what])
         if key not in self.records:
             self.records.add(key, make())
@@ -150,24 +168,24 @@ class Writer:
     def unsteered(self, name, seed):
         """[a text for each prefix]."""
         return self.known([self.weights[name], "unsteered", seed], lambda: write_texts(
-            self.runs[name], self.prefixes, self.options, self.options.seed + seed)[0])
+            self.runs[name], self.prefixes, self.options, self.seed("unsteered", seed))[0])
 
-    def steered(self, line, concept, number):
+    def steered(self, line, concept):
         """{alphas, texts}: texts for each alpha and prefix."""
-        what = [self.weights[line.run], self.sources[line.run][line.source].key, line, *concept]
-        return self.known(what, lambda: self.steer(line, concept, number))
+        what = [self.weights[line.run], self.data[line.run], self.sources[line.run][line.source].key, line, *concept]
+        return self.known(what, lambda: self.steer(line, concept))
 
-    def steer(self, line, concept, number):
+    def steer(self, line, concept):
         run, source, of = self.runs[line.run], self.sources[line.run][line.source], (line.run, line.source)
-        if (*of, number) not in self.contrasts:
-            self.contrasts[*of, number] = contrast(run, source, concept.name, concept.positive, concept.negative,
-                                                   k=self.options.k, steps=0)
+        if (*of, concept.name) not in self.contrasts:
+            self.contrasts[*of, concept.name] = contrast(run, source, concept.name, concept.positive,
+                                                         concept.negative, k=self.options.k, steps=0)
         if of not in self.norms:
             self.norms[of] = norms_of(run, source)
-        at, vector = vector_of(run, source, line, self.contrasts[*of, number], concept, number, self.options)
+        seed = self.seed(concept.name)
+        at, vector = vector_of(run, source, line, self.contrasts[*of, concept.name], concept, seed, self.options)
         unit = max(strength(run, at, vector, self.norms[of]), 1e-9)
         alphas = [ratio / unit for ratio in self.options.ratios]
-        seed = self.options.seed + 2 + number  # the same for all lines, so that they differ by nothing else
         return {"alphas": alphas, "texts": write_texts(run, self.prefixes, self.options, seed, at, vector, alphas)}
 
 
@@ -177,12 +195,12 @@ def write_all(writer, lines, concepts):
     On a CPU each core works on a line of its own: the operations of a small model are too short to be shared out.
     """
     base = {(name, seed): writer.unsteered(name, seed) for name in writer.runs for seed in (0, 1)}
-    tasks = list(itertools.product(lines, range(len(concepts))))
+    tasks = list(itertools.product(lines, concepts))
     device, before = next(iter(writer.runs.values())).model.embedding.weight.device, len(writer.records.known)
     workers = torch.get_num_threads() if device.type == "cpu" else 1
     pool, began = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)), time.monotonic()
     try:
-        work = [pool.submit(writer.steered, line, concepts[number], number) for line, number in tasks]
+        work = [pool.submit(writer.steered, *task) for task in tasks]
         for done, task in enumerate(as_completed(work), 1):
             task.result()
             fresh = len(writer.records.known) - before

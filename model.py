@@ -342,7 +342,8 @@ def sample(logits, temperature, top_k, top_p, rng):
     if not mass[:, -1].isfinite().all():
         raise ValueError("the model gives no probabilities, but infinities: its weights, or an edit, are too large")
     drawn = torch.rand(len(mass), 1, generator=rng, device=mass.device, dtype=mass.dtype) * mass[:, -1:]
-    place = torch.searchsorted(mass, drawn, right=True).clamp(max=(values > 0).sum(-1, keepdim=True) - 1)
+    last = torch.searchsorted(mass, mass[:, -1:].contiguous())  # that has any probability: rounding may draw the mass
+    place = torch.searchsorted(mass, drawn, right=True).minimum(last)
     return (place if order is None else order.gather(1, place))[:, 0]
 
 

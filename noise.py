@@ -29,7 +29,7 @@ from sources import open_tokens
 
 RATIOS = (0.03, 0.1, 0.3, 1.0)
 KINDS = ("noise", "real")
-BATCH = 16  # windows at a time
+BATCH = 2 ** 11  # tokens at a time: their predictions are all held
 
 
 def observe(model, tokens, layer=None, added=None):
@@ -80,8 +80,9 @@ def measure(model, windows, layer, ratios):
         tops.append(top)
         bottoms.append(bottom)
 
-    for start in range(0, len(windows), BATCH):
-        tokens = windows[start : start + BATCH].to(model.embedding.weight.device)
+    step = max(1, BATCH // windows.shape[1])
+    for start in range(0, len(windows), step):
+        tokens = windows[start : start + step].to(model.embedding.weight.device)
         clean = observe(model, tokens)
         for kind in KINDS:
             for ratio in ratios:
@@ -107,7 +108,7 @@ def measure(model, windows, layer, ratios):
     return {key: bootstrap(torch.cat(tops), torch.cat(bottoms)) for key, (tops, bottoms) in found.items()}
 
 
-def print_rows(rows, layer, ratios):
+def print_rows(rows, ratios):
     say(f"{'':<26}{'':<7}{'r':>6}{'left at the end':>24}{'change at the end':>25}{'passed, mean':>14}{'kept, mean':>12}"
         f"{'kl':>25}")
     for name in dict.fromkeys(row["run"] for row in rows):
@@ -187,7 +188,7 @@ def main(arguments):
     rows = [{"run": name, "kind": kind, "ratio": ratio, "measure": what, "layer": number, "value": value}
             for name, model in models.items()
             for (kind, ratio, what, number), value in measure(model, windows, options.layer, RATIOS).items()]
-    print_rows(rows, options.layer, RATIOS)
+    print_rows(rows, RATIOS)
     home = os.path.dirname(runs[0].path)
     write_json(os.path.join(home, "noise.json"), {
         "rows": rows, "n": len(windows), "tokens": windows.numel(), "options": vars(options),

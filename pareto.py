@@ -9,19 +9,21 @@ the paper's (difference of mean activations, the k largest, unit length), and fi
 that make the first texts likely). Texts that go on from the same prefixes are written at growing alpha, and judged for
 the concept and for fluency (judge.py). Lines, each at all layers and at the middle one:
 
-    parity model     own features; the controls hash, an untrained bottleneck on rotated activations, and random, as
-                     many of its own features drawn by lot
-    dense model      features of SAEs; stream, the difference of means in the residual stream after the layer; the
-                     controls hash, and random, a direction of the stream drawn by lot
+    parity model     own features
+    dense model      features of SAEs; stream, the difference of means in the residual stream after the layer
+
+and the controls: hash, an untrained bottleneck on rotated activations, and random, as many of the features, or a
+direction of the stream, drawn by lot. Features that are drawn are fitted, too: what these reach is due to the fit.
 
 alpha is given as a ratio, the same for all lines: the norm of what is added over the mean norm of what it is added to,
 the mean over layers. For own features that is the code, decoded, before it gets the norm of the input.
 
-The table has the most of a concept that a line reaches within the allowance of fluency: at most a tenth of the scale
-(0.2 of 0 to 2) less than unsteered texts. One alpha for all concepts is chosen on every other prefix, and its scores
-are those of the rest, which chose nothing; then the same with an alpha for each concept. Intervals hold 95% of
-bootstrap draws over concepts, and differences are paired. Beside them stand alpha = 0 with another seed, and the
-question about another concept. Texts are kept as they are written: the same command goes on after an interruption.
+The table has the most of a concept that a line reaches within the allowance of fluency: at most a tenth less than
+unsteered texts, of the scale (0.2 of 0 to 2) or, for run:RUN, of their fluency. One alpha for all concepts is chosen on
+every other prefix, and its scores are those of the rest, which chose nothing; then the same with an alpha for each
+concept. Intervals hold 95% of bootstrap draws over concepts, and differences are paired. Beside them stand alpha = 0
+with another seed, and the question about another concept. Texts are kept as they are written: the same command goes on
+after an interruption.
 """
 import argparse
 import itertools
@@ -38,14 +40,14 @@ from autoencoder import VARIANTS
 from checkpoint import name_of, open_run, open_runs, weights_hash
 from concepts import PREFIX_WORDS, text_concepts, text_prefixes, toy_concepts, toy_prefixes
 from helpers import UserError, bootstrap, provenance, run_script, say, suggest, whole_file, within, write_json
-from judge import Asked, Grammar, Likelihood, cost_of, least_fluency, open_judge, share_of_sentences
+from judge import Asked, Grammar, Likelihood, cost_of, least_fluency, open_judge, share_of_sentences, share_of_words
 from lines import Line, Writer, lines_of, open_sources, write_all
 from sample import columns, numbers
 from steer import HELD_OUT
 from tokenizer import END, encode
 from toyworld import is_toy
 
-RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4)  # chosen on the topics sea and war, which are not reported
+RATIOS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0)  # from no effect to ruin, for most lines
 HUNDRED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "concepts.txt")
 
 
@@ -67,9 +69,9 @@ def interval(values):
 
 def frontier(points):
     """The numbers of the points (n, 2) that no other beats, being as good in both and better in one; by the first
-    coordinate, the largest first."""
-    kept, best = [], -np.inf
-    for number in sorted(range(len(points)), key=lambda number: (-points[number][0], -points[number][1])):
+    coordinate, the largest first. Missing ones are left out."""
+    kept, best, there = [], -np.inf, [number for number, point in enumerate(points) if not np.isnan(point).any()]
+    for number in sorted(there, key=lambda number: (-points[number][0], -points[number][1])):
         x, y = points[number]
         if y > best or kept and (x, y) == tuple(points[kept[-1]]):
             kept.append(number)
@@ -130,12 +132,16 @@ def ask_all(judge, concepts, prefixes, found, base):
                  for texts in record["texts"] for question in judge.questions(concept, list(zip(prefixes, texts)))]
     questions += [question for texts, concept in itertools.product(base.values(), concepts)
                   for question in judge.questions(concept, list(zip(prefixes, texts)))]
-    say(f"asking {judge.name} at {judge.judge.url}: {judge.judge.cost(questions)}")
+    more = len(found) * len(concepts) * (len(prefixes) // 2)
+    say(f"asking {judge.name} at {judge.judge.url}: {judge.judge.cost(questions)}; then up to {more:,} more, about "
+        "another concept")
+    judge.try_out(questions)
     judge.judge.ask(questions)
 
 
 def summarise(judge, concepts, prefixes, found, base, scores, ratios):
-    """A row for each line: its curve, and what it reaches within the allowance; and own features less other lines."""
+    """A row for each line: its curve, and what it reaches within the allowance. And differences: each line less the
+    controls of its run, own features less other lines."""
     points = [(line, number) for line in scores.lines for number in range(len(ratios))]
     edge = frontier([tuple(mean(scores.lines[line][:, number], (0, 1))) for line, number in points])
     edge = {points[number] for number in edge}
@@ -143,7 +149,7 @@ def summarise(judge, concepts, prefixes, found, base, scores, ratios):
     for line, of_line in scores.lines.items():
         (one, values), (each, values_each) = best_of(judge, of_line, scores.base[line.run, 0])
         tested[line], other = values[:, 0], []
-        for number in range(len(concepts)):  # how much of the next concept is in the texts for this one
+        for number in range(len(concepts) if len(concepts) > 1 else 0):  # of the next concept, in texts for this one
             texts = base[line.run, 0] if one < 0 else found[line][number]["texts"][one]
             asked = judge.score(concepts[(number + 1) % len(concepts)], list(zip(prefixes, texts))[1::2])
             other.append(mean(np.array(asked, float)[:, 0]))
@@ -152,14 +158,14 @@ def summarise(judge, concepts, prefixes, found, base, scores, ratios):
                   "fluency": interval(mean(of_line[:, number, :, 1], 1)),
                   "missing": int(np.isnan(of_line[:, number]).sum())} for number, ratio in enumerate(ratios)]
         rows.append({**line._asdict(), "curve": curve, "chosen": one, "ratio": 0.0 if one < 0 else ratios[one],
+                     "end": {-1: "none is fluent enough", len(ratios) - 1: "the last ratio"}.get(one),
                      "alpha": 0.0 if one < 0 else curve[one]["alpha"], "n": len(concepts) * (len(prefixes) // 2),
                      "concept": interval(values[:, 0]), "fluency": interval(values[:, 1]), "other": interval(other),
                      "each": {"ratios": [0.0 if number < 0 else ratios[number] for number in each],
                               "concept": interval(values_each[:, 0]), "fluency": interval(values_each[:, 1])}})
-    differences = [{"own": str(one), "other": str(two), "concept": interval(tested[one] - tested[two])}
-                   for one, two in itertools.permutations(tested, 2)
-                   if one.source == "own" and one.way != "random" and two.way in (one.way, "random")
-                   and (len(one.layers) > 1) == (len(two.layers) > 1)]
+    differences = [{"one": str(one), "other": str(two), "concept": interval(tested[one] - tested[two])}
+                   for one, two in itertools.permutations(tested, 2) if one.is_beside(two) and not one.is_control()
+                   and (one.run == two.run and two.is_control() or one.source == "own" and not two.is_control())]
     return rows, differences
 
 
@@ -170,27 +176,41 @@ def line_of(row):
     return Line(row["run"], row["source"], tuple(row["layers"]), row["way"])
 
 
-def print_rows(judge, rows, scores, concepts):
+def natural_share(judge, concepts):
+    """[mean, low, high] of the concept's share in the texts that vectors are made from; None where none is counted."""
+    if isinstance(judge, Asked):
+        return None
+    return interval([np.mean([share_of_words(concept.words, text) for text in concept.positive])
+                     for concept in concepts])
+
+
+def print_rows(judge, rows, scores, concepts, natural):
     def show(values, width=24):
         return "{:.3f} [{:.3f}, {:.3f}]".format(*values).rjust(width)
 
     say(f"judge: {judge.name}. Concept: {judge.scales[0]}; fluency: {judge.scales[1]}. {len(concepts)} concepts, "
         f"n = {rows[0]['n']} texts a line; [95% of draws over concepts]")
+    def another(row):
+        return f"{row['other'][0]:.3f}" if len(concepts) > 1 else "-"
+
+    if natural:
+        say(f"the texts that vectors are made from: concept {show(natural, 0)}")
     for (run, seed), values in scores.base.items():
         say(f"{run}, unsteered{', another seed' * seed}: concept {show(interval(mean(values[:, :, 0], 1)), 0)}, "
             f"fluency {mean(values[:, :, 1]):.3f}")
-    say(f"{'':<42}{'ratio':>6}{'alpha':>8}{'concept':>24}{'fluency':>24}{'another':>9}{'an alpha each: concept':>25}"
+    say(f"{'':<48}{'ratio':>6}{'alpha':>8}{'concept':>24}{'fluency':>24}{'another':>9}{'an alpha each: concept':>25}"
         f"{'fluency':>9}")
     for row in rows:
-        say(f"{str(line_of(row)):<42}{row['ratio']:>6g}{row['alpha']:>8.3g}{show(row['concept'])}{show(row['fluency'])}"
-            f"{row['other'][0]:>9.3f}{show(row['each']['concept'], 25)}{row['each']['fluency'][0]:>9.3f}"
-            + "  on the frontier" * any(point["frontier"] for point in row["curve"]))
+        say(f"{str(line_of(row)):<48}{row['ratio']:>6g}{row['alpha']:>8.3g}{show(row['concept'])}{show(row['fluency'])}"
+            f"{another(row):>9}{show(row['each']['concept'], 25)}{row['each']['fluency'][0]:>9.3f}"
+            + f"  {row['end']}" * bool(row["end"]) + "  on the frontier" * any(
+                point["frontier"] for point in row["curve"]))
 
 
 def print_differences(differences):
-    say("own less another line, each at its one alpha: concept, paired")
+    say("one line less another, each at its one alpha: concept, paired")
     for row in differences:
-        say(f"  {row['own']:<36} less {row['other']:<42}" + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["concept"]))
+        say(f"  {row['one']:<38} less {row['other']:<46}" + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["concept"]))
 
 
 def side_by_side(rows, found, base, concepts, prefixes):
@@ -218,8 +238,9 @@ def print_texts(shown, width, colour):
             yield from columns(one, two, [re.escape(word) for word in concept.words], width, colour)
 
 
-def draw(judge, scores, ratios, path):
-    """Fluency against concept, a panel for each way and place; controls are grey."""
+def draw(judge, scores, ratios, natural, path):
+    """Fluency against concept, a panel for each way and place; controls are grey. A point is labelled with its ratio
+    where it is away from the unsteered one."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -232,30 +253,35 @@ def draw(judge, scores, ratios, path):
     for axes, (wide, way) in zip(panels.flat, itertools.product((True, False), ("contrast", "fitted"))):
         points = []
         for line, values in scores.lines.items():
-            if line.way not in (way, "random") or (len(line.layers) > 1) != wide:
+            if (len(line.layers) > 1, line.way.endswith("fitted")) != (wide, way == "fitted"):
                 continue
             control = line.is_control()
             curve = [mean(scores.base[line.run, 0], (0, 1)), *mean(values, (0, 2))]  # (1 + ratios, 2)
             points += [tuple(point) for point in curve]
             colour = "0.6" if control else colours[line.run, line.source]
-            handles[f"{line.run}: {'random, ' * (line.way == 'random')}{line.source}"], = axes.plot(
+            handles[f"{line.run}: {'random, ' * line.way.startswith('random')}{line.source}"], = axes.plot(
                 *zip(*curve), color=colour, marker="os^Dv"[runs.index(line.run) % 5], markersize=4, linewidth=1.4,
                 linestyle="--" if line.source == "hash" else ":" if control else "-", zorder=2 if control else 3)
             for number, ratio in enumerate(() if control else ratios):
-                axes.annotate(f"{ratio:g}", curve[1 + number], fontsize=7, color=colour, xytext=(3, 3),
-                              textcoords="offset points")
+                if curve[1 + number][0] > curve[0][0] + 0.01 or curve[1 + number][1] < curve[0][1] - 0.05:
+                    axes.annotate(f"{ratio:g}", curve[1 + number], fontsize=7, color=colour, xytext=(3, 3),
+                                  textcoords="offset points")
                 draw_ellipse(axes, ellipse(mean(values[:, number], 1)), colour)
         edge = [points[number] for number in frontier(points)]
-        handles["frontier"], = axes.plot(*zip(*edge), color="0.85", linewidth=6, zorder=1)
+        if edge:
+            handles["frontier"], = axes.plot(*zip(*edge), color="0.85", linewidth=6, zorder=1)
         for run in runs:
             least = least_fluency(judge, mean(scores.base[run, 0][:, :, 1]))
             handles["least fluency allowed"] = axes.axhline(least, color="0.3", linewidth=0.8, linestyle=(0, (1, 3)))
-        if judge.allowance != Asked.allowance:  # most shares are small
-            axes.set_xscale("symlog", linthresh=0.05)
+        if natural:
+            handles["texts on the concept"] = axes.axvline(natural[0], color="C8", linewidth=1)
+            axes.set_xscale("symlog", linthresh=0.05)  # most shares are small
         axes.set_title(f"{way}, {'all layers' if wide else 'the middle layer'}")
         axes.grid(alpha=0.3)
-    figure.supxlabel(judge.scales[0])
-    figure.supylabel(judge.scales[1])
+    for axes in panels[1]:
+        axes.set_xlabel(judge.scales[0])
+    for axes in panels[:, 0]:
+        axes.set_ylabel(judge.scales[1])
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -286,7 +312,8 @@ def pick_judge(options, runs, home):
             say(f"{run.path} judges its own texts here: one that is not compared would be fairer")
         return Likelihood(run)
     if name.startswith("openai:"):
-        return Asked(open_judge(name, os.path.join(home, "judge.jsonl"), temperature=options.judge_temperature))
+        return Asked(open_judge(name, os.path.join(home, "judge.jsonl"), temperature=options.judge_temperature,
+                                needs_key=not options.dry_run))
     raise UserError(f"there is no judge {name!r}: the judges are openai:MODEL, run:RUN" + " and toy" * toy)
 
 
@@ -304,14 +331,13 @@ def tell_cost(judge, lines, runs, concepts, options):
 
 def rows_of_texts(found, base, concepts, prefixes, scores, ratios):
     """A row for each text."""
-    toy = {concept.name: concept.words for concept in concepts}
     for line, records in found.items():
         for (concept, record), values in zip(zip(concepts, records), scores.lines[line]):
             for ratio, alpha, texts, of_texts in zip(ratios, record["alphas"], record["texts"], values):
                 for place, (prefix, text) in enumerate(zip(prefixes, texts)):
                     yield {**line._asdict(), "concept": concept.name, "ratio": ratio, "alpha": alpha, "prefix": prefix,
-                           "text": text, "scores": clean(of_texts[place]),
-                           "sentences with the concept": share_of_sentences(toy[concept.name], text)}
+                           "text": text, "scores": clean(of_texts[place]), "sentences with the concept":
+                           share_of_sentences(concept.words, text) if concept.words else None}
     for (run, seed), texts in base.items():
         for place, (prefix, text) in enumerate(zip(prefixes, texts)):
             yield {"run": run, "unsteered": seed, "prefix": prefix, "text": text, "scores": {
@@ -337,8 +363,8 @@ def parse(arguments):
     parser.add_argument("--prefix-words", type=within(int, 1), metavar="N",
                         help=f"the first N words of these ({PREFIX_WORDS}; toy world: all before the first that tells "
                              "the topic)")
-    parser.add_argument("--prefix-count", type=within(int, 2), default=32, metavar="N",
-                        help="so many of these; alpha is chosen on half (32)")
+    parser.add_argument("--prefix-count", type=within(int, 2), default=24, metavar="N",
+                        help="so many of these; alpha is chosen on half (24)")
     parser.add_argument("--judge", metavar="NAME", help="openai:MODEL, run:RUN, toy (toy, for its models)")
     parser.add_argument("--judge-temperature", type=temperature, default=0.0, metavar="T",
                         help="of openai:MODEL; none leaves it to the model (0)")
@@ -350,7 +376,7 @@ def parse(arguments):
     parser.add_argument("--tokens", type=within(int, 1), default=64, metavar="N", help="of a text (64)")
     parser.add_argument("--temperature", type=within(float, 0), default=0.8, metavar="T", help="of texts (0.8)")
     parser.add_argument("--top-p", type=within(float, 0, 1, open_low=True), default=0.9, metavar="P", help="(0.9)")
-    parser.add_argument("--batch", type=within(int, 1), default=256, metavar="N", help="texts at a time (256)")
+    parser.add_argument("--batch", type=within(int, 1), default=512, metavar="N", help="texts at a time (512)")
     parser.add_argument("--seed", type=within(int, 0, 2 ** 40), default=0, metavar="N")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     options = parser.parse_args(arguments)
@@ -372,9 +398,9 @@ def prepare(runs, options):
     """(concepts, prefixes)."""
     run, toy = runs[0], is_toy(runs[0].encoding)
     if toy and (options.concepts is None or not os.path.exists(options.concepts)):
-        concepts = toy_concepts(options.concepts.split(",") if options.concepts else HELD_OUT)
+        concepts = toy_concepts(HELD_OUT if options.concepts is None else options.concepts.split(","))
     else:
-        concepts = text_concepts(run, options.concepts or HUNDRED)
+        concepts = text_concepts(run, HUNDRED if options.concepts is None else options.concepts)
     if toy and options.prefixes is None:
         prefixes = toy_prefixes(options.prefix_count, options.prefix_words, concepts)
     else:
@@ -411,7 +437,8 @@ def main(arguments):
         ask_all(judge, concepts, prefixes, found, base)
     scores = score_all(judge, concepts, prefixes, found, base)
     rows, differences = summarise(judge, concepts, prefixes, found, base, scores, options.ratios)
-    print_rows(judge, rows, scores, concepts)
+    natural = natural_share(judge, concepts)
+    print_rows(judge, rows, scores, concepts, natural)
     print_differences(differences)
     shown = list(side_by_side(rows, found, base, concepts, prefixes))
     for text in print_texts(shown[:1], min(150, shutil.get_terminal_size((130, 24)).columns), sys.stdout.isatty()):
@@ -427,8 +454,8 @@ def main(arguments):
     unsteered = [{"run": run, "seed": seed, "concept": interval(mean(values[:, :, 0], 1)),
                   "fluency": float(mean(values[:, :, 1]))} for (run, seed), values in scores.base.items()]
     write_json(os.path.join(home, "pareto.json"),
-               {"rows": rows, "unsteered": unsteered, "differences": differences, **about}, indent=1)
-    draw(judge, scores, options.ratios, os.path.join(home, "pareto.png"))
+               {"rows": rows, "unsteered": unsteered, "natural": natural, "differences": differences} | about, indent=1)
+    draw(judge, scores, options.ratios, natural, os.path.join(home, "pareto.png"))
     say(f"written to {home}: pareto.json, pareto.jsonl (a row a text), pareto.txt (side by side), pareto.png")
 
 

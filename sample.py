@@ -8,9 +8,9 @@
     python sample.py out/tiny --feature 2:1234+                    what one feature fires on, and what it does
     python sample.py out/tiny --feature 2:1234+ --source hash      the same of another source: sources.py
     python sample.py out/tiny --steer sea --alphas 0,0.5,1,2       how far steering goes, and what it costs
-    python sample.py out/tiny --steer-eval                         ten concepts on which nothing was tuned
 
-A run is a folder of train.py or a checkpoint in it. features.py and steer.py have the same for use from Python.
+A run is a folder of train.py or a checkpoint in it. features.py and steer.py have the same for use from Python;
+pareto.py measures how far steering goes, against controls.
 """
 import argparse
 import codecs
@@ -29,7 +29,7 @@ from checkpoint import newest_run, open_run
 from features import effect, find_parents, level_of, open_index, parse_feature, prompt_tokens
 from helpers import UserError, run_script, within
 from sources import open_source, read_codes
-from steer import HELD_OUT, Vector, contrast, count_toy_words, perplexity, piece, steered, steering_source, text_of
+from steer import Vector, contrast, count_toy_words, perplexity, piece, steered, steering_source, text_of
 from tokenizer import END
 from toyworld import is_toy
 from truth import describe_feature, top_features
@@ -183,45 +183,6 @@ def sweep(run, prompt, source, vector, options):
             row += f"{share:9.2%} +-{error:6.2%}{formed:13.1%}"
         whole = torch.cat([prompt.expand(samples, -1), tokens], dim=1)
         print(row + f"{perplexity(run.model, whole, prompt.shape[1]):12.2f}", flush=True)
-
-
-def steer_eval(run, source, options, concepts=HELD_OUT, choose=32, test=64, base=512):
-    """A row for each concept. Its alpha is the one with most concept words among those with 85% well-formed sentences,
-    in texts of one seed; what it does is measured on texts of another, and there 80% must be well-formed: of the 300
-    sentences of the choice five points are two standard errors. The unsteered texts are the same for all concepts."""
-    if not is_toy(run.encoding):
-        raise UserError("--steer-eval needs a model of the toy world, "
-                        "where concept words and well-formed sentences are known")
-    alphas = [alpha for alpha in options.alphas or ((0.5, 0.75, 1, 1.25) if options.fit else (4, 8, 12, 16)) if alpha]
-    prompt, reached = prompt_tokens(run, ""), 0
-
-    def texts(samples, seed, *steering):
-        tokens = sample_tokens(run, prompt, samples, options, seed, source, *steering)
-        return [text_of(run.encoding, ids) for ids in tokens.tolist()]
-
-    unsteered = texts(base, options.seed)
-    formed, sentences = measure(unsteered, concepts[0])[2:]
-    of_stream = f"residual stream after layer {options.layer}"
-    print(f"{run.path}, "
-          + (of_stream if source.kind == "stream" else f"{options.k} features a layer of {source.name}")
-          + (", fitted weights" if options.fit else ", differences as weights"))
-    print(f"texts of {options.tokens} tokens from nothing, temperature {options.temperature}, top-p {options.top_p}")
-    print(f"unsteered: {base} texts, {sentences:,} sentences, {formed:.1%} well-formed; "
-          f"steered: alpha from {choose} texts, figures from {test} others")
-    print(f"{'concept':12}{'unsteered':>18}{'alpha':>7}{'steered':>18}{'factor':>8}"
-          f"{'well-formed':>13}{'sentences':>11}")
-    for concept in concepts:
-        before, error, _, _ = measure(unsteered, concept)
-        vector = contrast(run, source, concept, *steer.toy_texts(concept), k=options.k, steps=options.fit)
-        tries = [(measure(texts(choose, options.seed + 1, vector, alpha), concept), alpha) for alpha in alphas]
-        fluent = [(share, alpha) for (share, _, formed, _), alpha in tries if formed >= 0.85]
-        alpha = max(fluent)[1] if fluent else min(alphas)
-        share, spread, formed, sentences = measure(texts(test, options.seed + 2, vector, alpha), concept)
-        reached += share >= 3 * before and formed >= 0.8
-        factor = f"{share / before:.1f}" if before else "-"
-        print(f"{concept:12}{before:9.2%} +-{error:6.2%}{alpha:7g}{share:9.2%} +-{spread:6.2%}"
-              f"{factor:>8}{formed:13.1%}{sentences:11}", flush=True)
-    print(f"{reached} of {len(concepts)} concepts: at least 3 times the unsteered share, at least 80% well-formed")
 
 
 # Features
@@ -388,7 +349,6 @@ def parse(arguments):
     bend.add_argument("--negative", metavar="FILE", help="text without it")
     bend.add_argument("--save-vector", metavar="FILE", help="keep the vector (.npz)")
     bend.add_argument("--vector", metavar="FILE", help="steer with a vector that was kept")
-    bend.add_argument("--steer-eval", action="store_true", help="ten held-out concepts of the toy world: a table")
     return parser.parse_args(arguments)
 
 
@@ -400,7 +360,7 @@ def main(arguments):
     text = read_text(options.prompt_file) if options.prompt_file else options.prompt
     prompt = prompt_tokens(run, text or "")
     asked = (text, options.steer, options.vector, options.positive, options.negative, options.feature, options.features,
-             options.top_features, options.interactive, options.steer_eval)
+             options.top_features, options.interactive)
     if not any(asked) and is_toy(run.encoding):
         options.steer, options.alpha = "cars", 1.25 if options.alpha is None else options.alpha
         print(f"{run.path}, steered to speak of cars (python sample.py --help tells what else there is)\n")
@@ -421,8 +381,6 @@ def main(arguments):
     source = steering_source(run, options.source, options.site, options.layer)
     if options.interactive:
         interact(run, source, options)
-    elif options.steer_eval:
-        steer_eval(run, source, options)
     elif vector := first_vector(run, source, options):
         (sweep if options.alphas else show_steering)(run, prompt, source, vector, options)
     else:

@@ -17,6 +17,7 @@ own: without SAEs its vector lives in the residual stream after one layer, `stre
 made and fitted likewise.
 """
 import functools
+import itertools
 import math
 import re
 from random import Random
@@ -90,7 +91,7 @@ def add_features(vector, alpha, layer, code):
     row = vector.layers.tolist().index(layer)
     shape = *code.indices.shape[:-1], vector.indices.shape[1]
     more = Code(vector.indices[row].to(code.indices).expand(shape),
-                (alpha * vector.weights[row]).to(code.coefs).expand(shape))
+                (alpha * vector.weights[row].to(code.coefs)).to(code.coefs).expand(shape))
     return Code(*(torch.cat(pair, dim=-1) for pair in zip(code, more)))
 
 
@@ -179,14 +180,21 @@ def fit(run, source, vector, texts, steps, rate=0.1):
     return vector._replace(weights=weights.detach())
 
 
+@functools.cache
+def toy_start(number):
+    """Of a document that is for vectors only: its first three sentences, and its topics."""
+    text, labels = toyworld.document(TOY_SEED, number)
+    return " ".join(toyworld.sentences(text)[:3]), labels["topics"]
+
+
 def toy_texts(concept, n=64):
     """n texts of the toy world on a concept and n on others: the first three sentences of documents with one topic."""
     others = Random(0).choices([topic for topic in toyworld.TOPICS if topic != concept], k=n)
     wanted = [concept] * n + others
     found = {topic: [] for topic in wanted}
-    for text, labels in toyworld.documents(TOY_SEED, 10 ** 9):
-        if len(labels["topics"]) == 1 and labels["topics"][0] in found:
-            found[labels["topics"][0]].append(" ".join(toyworld.sentences(text)[:3]))
+    for text, topics in map(toy_start, itertools.count()):
+        if len(topics) == 1 and topics[0] in found:
+            found[topics[0]].append(text)
             if all(len(found[topic]) >= wanted.count(topic) for topic in found):
                 texts = [found[topic].pop() for topic in wanted]
                 return texts[:n], texts[n:]
@@ -210,9 +218,7 @@ def count_toy_words(text, concept):
     A sentence that the end of the text cuts short is not counted.
     """
     words, known = re.findall(r"\w+", text.replace(END, " ")), set(toyworld.concept_words(concept))
-    *whole, last = text.split(END)
-    found = ([sentence for part in whole for sentence in toyworld.sentences(part)]
-             + toyworld.sentences(last[: last.rfind(".") + 1]))
+    found = toyworld.whole_sentences(text.split(END))
     return sum(word in known for word in words), len(words), sum(map(toyworld.well_formed, found)), len(found)
 
 

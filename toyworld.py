@@ -449,12 +449,23 @@ def documents(seed, n):
     """The first n documents of a seed (a whole number from 0 up). Document i is the same for every n."""
     if not (isinstance(seed, int) and isinstance(n, int) and seed >= 0 and n >= 0):
         raise ValueError(f"seed and n must be whole numbers from 0 up, but seed={seed!r} and n={n!r}")
-    return (write_document(Random((seed << 64) + i)) for i in range(n))
+    return (document(seed, i) for i in range(n))
+
+
+def document(seed, i):
+    return write_document(Random((seed << 64) + i))
 
 
 def sentences(text):
     """The sentences of a text. One that is cut short, or a stray full stop, is a sentence too."""
     return [sentence.strip() for sentence in re.findall(r"[^.\n]*\.|[^.\n]+", text) if sentence.strip()]
+
+
+def whole_sentences(parts):
+    """The sentences of texts that follow each other, but for one that the end of the last text cuts short."""
+    *whole, last = parts
+    return ([sentence for part in whole for sentence in sentences(part)]
+            + sentences(last[: last.rfind(".") + 1]))
 
 
 @functools.cache

@@ -50,7 +50,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,eval,sae,probe,circuits,data,plot}.py --help  # says usage|python
+0 {train,sample,eval,sae,probe,circuits,pareto,noise,judge,data,plot}.py --help  # says usage|python
 0 {ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
@@ -127,6 +127,21 @@ COMMANDS = r"""
 ? circuits.py out/run --against out/dense --pairs 4 --choose 4 --site {mlp_in,block_out}
 1 circuits.py out/run --pairs 4 --choose 4 {--site x,--tasks {byte},--tasks x,--answer x,--against out/run}
 1 circuits.py {nowhere,data,small.py,plain.pt,{byte}}
+? pareto.py out/run --sae none --concepts sea --prefix-count 2 --tokens 3 --fit 1 --k 4 --ratios 1 {| true,2>&-}
+1 pareto.py out/run --sae none --tokens 3 --concepts {{byte},'',x,latin1.txt,deep.jsonl,digits.jsonl,data}
+1 pareto.py out/run --sae none --tokens 3 --judge {x,openai:,run:nowhere,run:plain.pt,{byte},''}
+1 pareto.py out/run --sae none --tokens 3 --prefixes {latin1.txt,data,null,nowhere,{byte}}
+1 pareto.py out/run --sae none --tokens 3 --ratios {0,nan,-1,'',x,1e999}
+1 pareto.py out/run --sae none --tokens 3 --ratios 2,1
+1 pareto.py out/run --sae none {--tokens 0,--tokens {digits},--prefix-count 1,--prefix-words 0,--dry-run,--batch 0}
+1 pareto.py out/dense --tokens 3 --sae {x,jumprelu,{byte},''}
+1 pareto.py {nowhere,data,small.py,plain.pt,{byte}}
+1 OPENAI_BASE_URL={file:///etc,ftp://x,x,http://} pareto.py out/run --sae none --tokens 3 --judge openai:m
+1 OPENAI_BASE_URL= OPENAI_API_KEY= judge.py openai:m text  # says OPENAI_API_KEY
+1 OPENAI_API_KEY={emoji} judge.py openai:m text  # says copy it again
+1 judge.py {x,openai:,openai,run:out/run,{byte}} text
+0 noise.py out/run --tokens 64
+1 noise.py out/run --tokens 64 --{layer=9,layer=-1,layer=x,tokens=0,device=foo}
 0 sample.py out/run --top-features --index-tokens 256
 1 RANK=0:1:2 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64  # says evenly
 1 sample.py out/run --prompt-file {/proc/self/mem,latin1.txt,data,null}

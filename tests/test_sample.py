@@ -374,7 +374,6 @@ def test_dense_models_have_no_features_and_other_texts_no_concepts(folder, capsy
     assert parse_feature("1:200-", open_source(run)) == (1, 200, -1)
     monkeypatch.setattr(toyworld, "TOKEN_PATTERN", "another")
     assert "--positive FILE --negative FILE" in refuses(capsys, "out/tiny", "--steer", "sea")
-    assert "toy world" in refuses(capsys, "out/tiny", "--steer-eval")
 
 
 def test_features_of_flat_selection_have_no_parents():
