@@ -166,9 +166,10 @@ class Writer:
         return self.records[key]
 
     def unsteered(self, name, seed):
-        """[a text for each prefix]."""
-        return self.known([self.weights[name], "unsteered", seed], lambda: write_texts(
-            self.runs[name], self.prefixes, self.options, self.seed("unsteered", seed))[0])
+        """[[a text for each prefix], ...]: as many as a line has for a concept, since all are held against these."""
+        return self.known([self.weights[name], "unsteered texts", seed], lambda: write_texts(
+            self.runs[name], self.prefixes, self.options, self.seed("unsteered", seed),
+            alphas=[0.0] * len(self.options.ratios)))
 
     def steered(self, line, concept):
         """{alphas, texts}: texts for each alpha and prefix."""

@@ -114,7 +114,11 @@ def best_of(judge, scores, base):
 
 class Scores(NamedTuple):
     lines: dict   # {line: (concepts, ratios, prefixes, 2)} concept and fluency, NaN where missing
-    base: dict    # {(run, seed): (concepts, prefixes, 2)}
+    base: dict    # {(run, seed): (concepts, repeats, prefixes, 2)} without steering
+
+    def unsteered(self, run):
+        """(concepts, prefixes, 2)."""
+        return mean(self.base[run, 0], 1)
 
 
 def score_all(judge, concepts, prefixes, found, base):
@@ -123,14 +127,15 @@ def score_all(judge, concepts, prefixes, found, base):
 
     return Scores({line: np.stack([np.stack([score(concept, texts) for texts in record["texts"]])
                                    for concept, record in zip(concepts, records)]) for line, records in found.items()},
-                  {key: np.stack([score(concept, texts) for concept in concepts]) for key, texts in base.items()})
+                  {key: np.stack([np.stack([score(concept, texts) for texts in repeats]) for concept in concepts])
+                   for key, repeats in base.items()})
 
 
 def ask_all(judge, concepts, prefixes, found, base):
     """Put all questions to a judge that costs something at once; score_all finds the answers in its cache."""
     questions = [question for records in found.values() for concept, record in zip(concepts, records)
                  for texts in record["texts"] for question in judge.questions(concept, list(zip(prefixes, texts)))]
-    questions += [question for texts, concept in itertools.product(base.values(), concepts)
+    questions += [question for repeats, concept in itertools.product(base.values(), concepts) for texts in repeats
                   for question in judge.questions(concept, list(zip(prefixes, texts)))]
     more = len(found) * len(concepts) * (len(prefixes) // 2)
     say(f"asking {judge.name} at {judge.judge.url}: {judge.judge.cost(questions)}; then up to {more:,} more, about "
@@ -147,10 +152,10 @@ def summarise(judge, concepts, prefixes, found, base, scores, ratios):
     edge = {points[number] for number in edge}
     rows, tested = [], {}
     for line, of_line in scores.lines.items():
-        (one, values), (each, values_each) = best_of(judge, of_line, scores.base[line.run, 0])
+        (one, values), (each, values_each) = best_of(judge, of_line, scores.unsteered(line.run))
         tested[line], other = values[:, 0], []
         for number in range(len(concepts) if len(concepts) > 1 else 0):  # of the next concept, in texts for this one
-            texts = base[line.run, 0] if one < 0 else found[line][number]["texts"][one]
+            texts = base[line.run, 0][0] if one < 0 else found[line][number]["texts"][one]
             asked = judge.score(concepts[(number + 1) % len(concepts)], list(zip(prefixes, texts))[1::2])
             other.append(mean(np.array(asked, float)[:, 0]))
         curve = [{"ratio": ratio, "alpha": float(np.mean([record["alphas"][number] for record in found[line]])),
@@ -196,8 +201,8 @@ def print_rows(judge, rows, scores, concepts, natural):
     if natural:
         say(f"the texts that vectors are made from: concept {show(natural, 0)}")
     for (run, seed), values in scores.base.items():
-        say(f"{run}, unsteered{', another seed' * seed}: concept {show(interval(mean(values[:, :, 0], 1)), 0)}, "
-            f"fluency {mean(values[:, :, 1]):.3f}")
+        say(f"{run}, unsteered{', another seed' * seed}: concept {show(interval(mean(values[..., 0], (1, 2))), 0)}, "
+            f"fluency {mean(values[..., 1]):.3f}")
     say(f"{'':<48}{'ratio':>6}{'alpha':>8}{'concept':>24}{'fluency':>24}{'another':>9}{'an alpha each: concept':>25}"
         f"{'fluency':>9}")
     for row in rows:
@@ -225,7 +230,7 @@ def side_by_side(rows, found, base, concepts, prefixes):
         texts = []
         for run, (_, row) in best.items():
             steered_text = found[line_of(row)][number]["texts"][row["chosen"]][1]
-            texts += [(f"{run}, unsteered", base[run, 0][1]), (f"{line_of(row)}, ratio {row['ratio']:g}", steered_text)]
+            texts += [(f"{run}, unsteered", base[run, 0][0][1]), (f"{line_of(row)}, ratio {row['ratio']:g}", steered_text)]
         yield concept, [(title, prefixes[1] + text.partition(END)[0]) for title, text in texts]
 
 
@@ -256,7 +261,7 @@ def draw(judge, scores, ratios, natural, path):
             if (len(line.layers) > 1, line.way.endswith("fitted")) != (wide, way == "fitted"):
                 continue
             control = line.is_control()
-            curve = [mean(scores.base[line.run, 0], (0, 1)), *mean(values, (0, 2))]  # (1 + ratios, 2)
+            curve = [mean(scores.base[line.run, 0], (0, 1, 2)), *mean(values, (0, 2))]  # (1 + ratios, 2)
             points += [tuple(point) for point in curve]
             colour = "0.6" if control else colours[line.run, line.source]
             handles[f"{line.run}: {'random, ' * line.way.startswith('random')}{line.source}"], = axes.plot(
@@ -271,11 +276,12 @@ def draw(judge, scores, ratios, natural, path):
         if edge:
             handles["frontier"], = axes.plot(*zip(*edge), color="0.85", linewidth=6, zorder=1)
         for run in runs:
-            least = least_fluency(judge, mean(scores.base[run, 0][:, :, 1]))
+            least = least_fluency(judge, mean(scores.base[run, 0][..., 1]))
             handles["least fluency allowed"] = axes.axhline(least, color="0.3", linewidth=0.8, linestyle=(0, (1, 3)))
         if natural:
             handles["texts on the concept"] = axes.axvline(natural[0], color="C8", linewidth=1)
             axes.set_xscale("symlog", linthresh=0.05)  # most shares are small
+            axes.set_xlim(-0.015, 1.1)
         axes.set_title(f"{way}, {'all layers' if wide else 'the middle layer'}")
         axes.grid(alpha=0.3)
     for axes in panels[1]:
@@ -320,7 +326,7 @@ def pick_judge(options, runs, home):
 def tell_cost(judge, lines, runs, concepts, options):
     """What a judge would be asked, at most, before a text is written."""
     texts, unsteered = len(lines) * len(concepts) * len(options.ratios) * options.prefix_count, (
-        2 * len(runs) * options.prefix_count)
+        2 * len(runs) * len(options.ratios) * options.prefix_count)
     again = len(lines) * len(concepts) * (options.prefix_count // 2)  # about another concept, at the chosen alpha
     calls = 2 * texts + again + unsteered * (len(concepts) + 1)
     example = cost_of(judge.questions(concepts[0], [("", "x" * 6 * (options.tokens + PREFIX_WORDS))]))  # two questions
@@ -338,10 +344,12 @@ def rows_of_texts(found, base, concepts, prefixes, scores, ratios):
                     yield {**line._asdict(), "concept": concept.name, "ratio": ratio, "alpha": alpha, "prefix": prefix,
                            "text": text, "scores": clean(of_texts[place]), "sentences with the concept":
                            share_of_sentences(concept.words, text) if concept.words else None}
-    for (run, seed), texts in base.items():
-        for place, (prefix, text) in enumerate(zip(prefixes, texts)):
-            yield {"run": run, "unsteered": seed, "prefix": prefix, "text": text, "scores": {
-                concept.name: clean(values[place]) for concept, values in zip(concepts, scores.base[run, seed])}}
+    for (run, seed), repeats in base.items():
+        for repeat, texts in enumerate(repeats):
+            for place, (prefix, text) in enumerate(zip(prefixes, texts)):
+                yield {"run": run, "unsteered": seed, "prefix": prefix, "text": text, "scores": {
+                    concept.name: clean(values[repeat, place])
+                    for concept, values in zip(concepts, scores.base[run, seed])}}
 
 
 def clean(values):
@@ -451,8 +459,8 @@ def main(arguments):
     about = {"weights": writer.weights, "configs": {name: vars(run.config) for name, run in runs.items()},
              "options": vars(options), "judge": judge.name, "prefixes": prefixes,
              "concepts": [concept.name for concept in concepts], **provenance()}
-    unsteered = [{"run": run, "seed": seed, "concept": interval(mean(values[:, :, 0], 1)),
-                  "fluency": float(mean(values[:, :, 1]))} for (run, seed), values in scores.base.items()]
+    unsteered = [{"run": run, "seed": seed, "concept": interval(mean(values[..., 0], (1, 2))),
+                  "fluency": float(mean(values[..., 1]))} for (run, seed), values in scores.base.items()]
     write_json(os.path.join(home, "pareto.json"),
                {"rows": rows, "unsteered": unsteered, "natural": natural, "differences": differences} | about, indent=1)
     draw(judge, scores, options.ratios, natural, os.path.join(home, "pareto.png"))

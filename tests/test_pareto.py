@@ -369,7 +369,7 @@ def test_the_whole_of_it_and_again_without_writing_anything_twice(home, capsys):
                for row in content["rows"])
     assert printed.count("less tiny") == len(content["differences"]) == 4 * 3 + 4 + 2 and "another seed" in printed
     texts = [json.loads(line) for line in (home / "pareto.jsonl").read_text().splitlines()]
-    assert len(texts) == 22 * 4 * 2 * 4 + 2 * 2 * 4
+    assert len(texts) == 22 * 4 * 2 * 4 + 2 * 2 * 2 * 4
     row = next(row for row in texts if row.get("source") == "own")
     assert row["scores"] == pareto.clean(Grammar().score(
         Concept("x", toyworld.concept_words(row["concept"]), [], []), [(row["prefix"], row["text"])])[0])
