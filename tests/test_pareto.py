@@ -385,10 +385,10 @@ def test_an_interrupted_run_goes_on_to_the_same_end(home, monkeypatch, capsys):
     (home / "pareto_texts.jsonl").unlink()
     written, count = lines.write_texts, itertools.count()
 
-    def stops(*arguments):
+    def stops(*arguments, **options):
         if next(count) >= 10:
             raise KeyboardInterrupt
-        return written(*arguments)
+        return written(*arguments, **options)
     monkeypatch.setattr(lines, "write_texts", stops)
     with pytest.raises(KeyboardInterrupt):
         command(*SMALL)
@@ -396,7 +396,8 @@ def test_an_interrupted_run_goes_on_to_the_same_end(home, monkeypatch, capsys):
     assert 10 <= before < len(whole)
     capsys.readouterr()
     again = []
-    monkeypatch.setattr(lines, "write_texts", lambda *arguments: again.append(1) or written(*arguments))
+    monkeypatch.setattr(lines, "write_texts",
+                        lambda *arguments, **options: again.append(1) or written(*arguments, **options))
     command(*SMALL)
     assert len(again) == len(whole) - before and capsys.readouterr().out == table
     assert sorted((home / "pareto_texts.jsonl").read_text().splitlines()) == whole
