@@ -229,8 +229,9 @@ def side_by_side(rows, found, base, concepts, prefixes):
     for number, concept in enumerate(concepts):
         texts = []
         for run, (_, row) in best.items():
+            line = line_of(row)
             texts += [(f"{run}, unsteered", base[run, 0][0][1]),
-                      (f"{line_of(row)}, ratio {row['ratio']:g}", found[line_of(row)][number]["texts"][row["chosen"]][1])]
+                      (f"{line}, ratio {row['ratio']:g}", found[line][number]["texts"][row["chosen"]][1])]
         yield concept, [(title, prefixes[1] + text.partition(END)[0]) for title, text in texts]
 
 
