@@ -40,7 +40,7 @@ import probe_tasks
 import probing
 import truth
 from autoencoder import VARIANTS
-from checkpoint import open_run, weights_hash
+from checkpoint import name_of, open_runs, weights_hash
 from helpers import UserError, provenance, run_script, say, suggest, whole_number, within, write_json
 from judge import cost_of, open_judge
 from labels import groups_of
@@ -156,10 +156,7 @@ def sources_of(run, options, first):
 
 def table(options):
     began = time.time()
-    runs = [open_run(path, options.device) for path in (options.run, *options.against)]
-    for run in runs:
-        if run.content["tokenizer"]["id"] != runs[0].content["tokenizer"]["id"]:
-            raise UserError(f"{run.path} has another tokenizer than {runs[0].path}: train both on the same data")
+    runs = open_runs((options.run, *options.against), options.device)
     options.layers = check_layers(options.layers, runs)
     context = min(run.config.context for run in runs)
     tokens = open_tokens(runs[0], "val")
@@ -176,7 +173,7 @@ def table(options):
         f"a layer; +- half of the interval of 95%")
     rows, drawn, columns = [], {}, None
     for run in runs:
-        name = os.path.basename(os.path.dirname(os.path.abspath(run.path)))
+        name = name_of(run)
         for model_run, sources in sources_of(run, options, run is runs[0]):
             for source, layer, found in measure_run(model_run, sources, tasks, windows, options, judge):
                 columns = [] if options.dry_run else columns or print_head(found)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoencoder import VARIANTS
-from checkpoint import open_run, weights_hash
+from checkpoint import name_of, open_runs, weights_hash
 from dpb import unfold
 from helpers import UserError, progress, provenance, say, suggest, write_json
 from labels import groups_of
@@ -247,10 +247,7 @@ def random_weights(run, site="mlp_in"):
 
 
 def truth(options):
-    runs = [open_run(path, options.device) for path in (options.run, *options.against)]
-    for run in runs:
-        if run.content["tokenizer"]["id"] != runs[0].content["tokenizer"]["id"]:
-            raise UserError(f"{run.path} has another tokenizer than {runs[0].path}: train both on the same data")
+    runs = open_runs((options.run, *options.against), options.device)
     wanted = None if options.sources is None else options.sources.split(",")
     known = ("own", "hash", "neurons", "random", *VARIANTS)
     for name in wanted or ():
@@ -267,7 +264,7 @@ def truth(options):
         + f"{'purity: ' + ', '.join(group.name for group in groups[:3]):>30}")
     rows, drawn = [], {}
     for run in runs:
-        name = os.path.basename(os.path.dirname(os.path.abspath(run.path)))
+        name = name_of(run)
         found = [(run, source) for source in sources_of(run, wanted)]
         if run is runs[0] and (wanted is None or "random" in wanted):
             found.append(random_weights(run))
@@ -280,7 +277,7 @@ def truth(options):
                     print_layer(rows[-len(groups):])
     if not rows:
         raise UserError(f"no run here has the source {options.sources}: python sae.py {options.run} trains SAEs")
-    print_differences(drawn, groups, os.path.basename(os.path.dirname(os.path.abspath(runs[0].path))))
+    print_differences(drawn, groups, name_of(runs[0]))
     about = {"weights": {run.path: weights_hash(run.model) for run in runs}, "tokens": count * context,
              "configs": {run.path: vars(run.config) for run in runs}, **provenance()}
     path = os.path.join(os.path.dirname(runs[0].path), "truth.json")
