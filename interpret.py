@@ -1,6 +1,7 @@
 """Auto-interpretation: explain a feature from where it fires most, then say of other contexts whether it fires there.
 
-    rows = interpret(given, windows, explainer)      given: truth.Firings on windows (n, T) of tokens
+    for contexts in gather(given, windows.shape, 600): ...      given: truth.Firings on windows (n, T) of tokens
+        row = scored(contexts, *explain_by_labels(contexts, tokens, groups))
 
 As SAEBench has it: a context is a token with 10 before and 10 after. Of each feature that fires often enough, 12
 contexts are those where it fires most (they do not overlap), 7 others are drawn by its activation there, 10 at random.
