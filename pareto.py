@@ -366,7 +366,7 @@ def tell_cost(judge, lines, runs, concepts, options):
     texts, unsteered = len(lines) * len(concepts) * len(options.ratios) * options.prefix_count, (
         2 * len(runs) * len(options.ratios) * options.prefix_count)
     again = len(lines) * len(concepts) * (options.prefix_count // 2)  # about another concept, at the chosen alpha
-    calls = 2 * texts + again + unsteered * (len(concepts) + 1)
+    calls = 2 * texts + again + unsteered * (len(concepts) + 1) + 1  # the first is to try the key
     example = cost_of(judge.questions(concepts[0], [("", "x" * 6 * (options.tokens + PREFIX_WORDS))]))  # two questions
     say(f"{judge.name} at {judge.judge.url} would get {calls:,} questions on {texts + unsteered:,} texts, about "
         f"{example.tokens_in * calls // 2:,} tokens in and at most {example.tokens_out * calls // 2:,} out; answers in "
@@ -477,6 +477,8 @@ def main(arguments):
         return tell_cost(judge, lines, runs, concepts, options)
     say(f"{len(lines)} lines, {len(concepts)} concepts, {len(options.ratios)} alphas, {len(prefixes)} prefixes: "
         f"{len(lines) * len(concepts) * len(options.ratios) * len(prefixes):,} texts of {options.tokens} tokens")
+    if isinstance(judge, Asked):
+        judge.try_key(prefixes[0])
     writer = Writer(runs, sources, prefixes, options, os.path.join(home, "pareto_texts.jsonl"))
     found, base = write_all(writer, lines, concepts)
     if isinstance(judge, Asked):

@@ -492,6 +492,16 @@ def test_what_a_judge_costs_is_told_before_and_is_enough(home, unseen, monkeypat
     assert "sk-very-secret" not in printed
 
 
+def test_a_wrong_key_ends_it_before_a_text_is_written(home, monkeypatch):
+    def refuse(self, question, stop):
+        raise UserError("does not take the key")
+    monkeypatch.setattr(judge.Judge, "request", refuse)
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    with pytest.raises(UserError, match="does not take the key"):
+        command(*SMALL, "--judge", "openai:some-model")
+    assert not (home / "pareto_texts.jsonl").exists()
+
+
 def test_real_text_is_judged_offline_by_another_model(home, folder, tmp_path, capsys):
     if not (folder / "out" / "other").exists():
         make_run(folder, "other", "none", seed=5)
