@@ -245,12 +245,16 @@ def print_differences(differences):
 
 def side_by_side(rows, found, base, concepts, prefixes):
     """For each concept the first of the prefixes that chose nothing, unsteered and steered: by the line of each run, no
-    control, that had most of the concept at its alpha. [(concept, [(title, text), ...])]"""
+    control, that had most of the concept at its alpha; nothing of a run of which none is fluent enough.
+    [(concept, [(title, text), ...])]"""
     best = {}
     for row in rows:
         if not line_of(row).is_control() and row["chosen"] >= 0:
             score = row["curve"][row["chosen"]]["concept"][0]
             best[row["run"]] = max(best.get(row["run"], (-1.0, None)), (score, row), key=lambda pair: pair[0])
+    if not best:
+        say("no line is fluent enough at any alpha: there are no texts to show side by side")
+        return
     for number, concept in enumerate(concepts):
         texts = []
         for run, (_, row) in best.items():

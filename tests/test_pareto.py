@@ -565,6 +565,9 @@ def test_what_is_left_of_noise_is_what_two_passes_by_hand_give(folder):
     assert found["noise", 0.5, "left", 2][0] == pytest.approx(((change * e).sum() / e.square().sum()).item(), rel=1e-4)
     assert found["noise", 0.5, "change", 2][0] == pytest.approx(
         (change.norm(dim=-1).sum() / e.norm(dim=-1).sum()).item(), rel=1e-4)
+    of_y, of_h = (((record[2][at] - clean[2][at]).norm(dim=-1).sum(1) / clean[2][at].norm(dim=-1).sum(1)).sum()
+                  for at in (1, 2))
+    assert found["noise", 0.5, "passed", 2][0] == pytest.approx((of_y / of_h).item(), rel=1e-4)
     same = [len(set(old) & set(new)) / 10 for old, new in zip(clean[2][0].indices.flatten(0, 1).tolist(),
                                                              record[2][0].indices.flatten(0, 1).tolist())]
     assert found["noise", 0.5, "kept", 2][0] == pytest.approx(np.mean(same), rel=1e-4)
