@@ -29,6 +29,7 @@ COUNTS = 20
 TPP = ("topic", "job", "town", "agnews")  # sets of several classes that exclude each other
 DRAWS = 400
 FOLDS = 5
+PART = 2 ** 10  # tokens at a time: what an SAE makes of more is so large that memory is fetched anew for each
 
 
 # Reading
@@ -85,7 +86,7 @@ def activations(source, layer, x):
     return [value.cpu().numpy() for value in unfold(code, source.m)]
 
 
-def mean_features(source, layer, read, part_tokens=2 ** 14):
+def mean_features(source, layer, read, part_tokens=PART):
     """The mean activations of a source's unfolded features on the texts: Columns (texts, 2 m)."""
     found = []
     for start in range(0, len(read.owner), part_tokens):
@@ -120,13 +121,22 @@ def draws_of(n):
     return np.random.default_rng(n).multinomial(n, np.full(n, 1 / n), DRAWS) / n
 
 
-def draw_texts(rows, texts):
-    """Weights of the test texts of tasks, rows (c, n), in draws of all texts: (DRAWS, c n), for the mean over tasks.
+@functools.cache
+def text_draws(n):
+    """The same by items, (n, DRAWS), to take some of them fast."""
+    return np.ascontiguousarray(draws_of(n).T, np.float32)
+
+
+def draw_texts(values, rows, texts):
+    """The mean over tasks of values (..., c, n) on test texts, rows (c, n), in every draw of all texts: (..., DRAWS).
     A text that several tasks ask about is drawn for all of them or for none; the positives of a task, and its
     negatives, keep their shares."""
-    drawn = draws_of(texts)[:, rows].reshape(DRAWS, len(rows), 2, -1)
-    drawn = drawn / np.maximum(drawn.sum(-1, keepdims=True), 1e-12)
-    return drawn.reshape(DRAWS, -1) / (2 * len(rows))
+    total = 0.0
+    for number, own in enumerate(rows):
+        drawn = text_draws(texts)[own].reshape(2, -1, DRAWS)
+        drawn /= np.maximum(drawn.sum(1, keepdims=True), 1e-12)
+        total = total + np.asarray(values[..., number, :], np.float32) @ drawn.reshape(-1, DRAWS)
+    return total.astype(float) / (2 * len(rows))
 
 
 class Found(NamedTuple):
@@ -163,9 +173,8 @@ def measure_probing(X, sets):
     for task in sets:
         part, train, test = narrow(X, task.train, task.test)
         right, _ = measures.sparse_probing(part, Split(train, test), KS)
-        weights = draw_texts(task.test, X.n)
-        for k in KS:
-            found[k].append((right[k].mean(), weights @ right[k].flatten()))
+        for k, draws in zip(KS, draw_texts(np.stack([right[k] for k in KS]), task.test, X.n)):
+            found[k].append((right[k].mean(), draws))
     for k, parts in found.items():
         yield f"probe {k}", averaged(parts, sum(task.test.size for task in sets), [task.name for task in sets])
 
@@ -178,7 +187,7 @@ def measure_all(X, sets):
         for rows, tested in zip(train, test):
             w, b = measures.logistic_sparse(part.take(rows), np.arange(len(rows)) < len(rows) // 2)
             rights.append(right(part.times(w) + b, tested))
-        found.append((np.mean(rights), draw_texts(task.test, X.n) @ np.concatenate(rights)))
+        found.append((np.mean(rights), draw_texts(np.array(rights), task.test, X.n)))
     return averaged(found, sum(task.test.size for task in sets), [task.name for task in sets])
 
 
@@ -229,15 +238,13 @@ def measure_scr(X, source, layer, tasks, probes):
         for n in NS:
             changed = (of["both"][1][test] - taken[:, :n].sum(1) > 0) == label
             arrays[n].append([right(of["both"][1], test), changed, right(of[asked][1], test)])
-    weights = draw_texts(tests, X.n)
-    for n in NS:
-        found = np.array(arrays[n], float).swapaxes(0, 1)  # (3, pairs, texts)
+    every = np.array([arrays[n] for n in NS], float).swapaxes(1, 2)  # (n, 3, pairs, texts)
+    for n, found, drawn in zip(NS, every, draw_texts(every, tests, X.n)):
         pairs = measures.scr_score(*found.mean(2))
         detail = {"mean of ratios": float(pairs.mean()), "pairs": pairs.tolist(),
                   "accuracies": found.mean((1, 2)).tolist(), "asked": probes.asked}
         yield ("scr" if n == COUNTS else f"scr {n}"), Found(
-            float(measures.scr_score(*found.mean((1, 2)))), measures.scr_score(*found.reshape(3, -1) @ weights.T),
-            tests.size, detail)
+            float(measures.scr_score(*found.mean((1, 2)))), measures.scr_score(*drawn), tests.size, detail)
 
 
 def measure_tpp(X, source, layer, tasks, probes):
@@ -245,7 +252,7 @@ def measure_tpp(X, source, layer, tasks, probes):
     for task in sets:
         w, scores = probes.tpp[task.name]
         dots = decoder_dots(source, layer, w)[0]
-        rows, weights = np.unique(task.test), draw_texts(task.test, X.n)
+        rows = np.unique(task.test)
         (part, place), (learnt, train) = narrow(X, task.test), narrow(X, task.train)
         clean = patched_right(scores[rows], place)
         half = task.train.shape[1] // 2
@@ -256,9 +263,10 @@ def measure_tpp(X, source, layer, tasks, probes):
             dense = part.dense(features)
             for n in NS:
                 patched[n].append(patched_right(scores[rows] - dense[:, :n] @ dots[features[:n]], place))
-        for n in NS:
-            lost = measures.tpp_parts(clean.astype(float), np.array(patched[n], float))  # (c, texts)
-            found[n].append((lost.mean(), weights @ lost.flatten()))
+        clean = clean.astype(float)
+        lost = np.stack([measures.tpp_parts(clean, np.array(patched[n], float)) for n in NS])  # (n, c, texts)
+        for n, own, draws in zip(NS, lost, draw_texts(lost, task.test, X.n)):
+            found[n].append((own.mean(), draws))
     for n in NS:
         yield ("tpp" if n == COUNTS else f"tpp {n}"), averaged(
             found[n], sum(task.test.size for task in sets), [task.name for task in sets])
@@ -336,7 +344,7 @@ def measure_absorption(X, source, layer, folds):
 # Explaining
 
 
-def fire(source, layer, x, part_tokens=2 ** 14):
+def fire(source, layer, x, part_tokens=PART):
     """The Firings of a source on tokens (N, d)."""
     found = []
     for start in range(0, len(x), part_tokens):
