@@ -6,12 +6,17 @@
 A signal is what of the activations before an MLP counts: `h`, the activations themselves, or the unfolded features of a
 source (own, an SAE, hash, neurons). All signals are taken of one pass over the model, which sees a document from its
 start. A document is cut into passages of `window` tokens; a query is its last one. A passage is pooled to one vector:
-`last`, its last token; or `max`, of each feature the strongest there is (of h by |h|, with its sign). The strongest
-`top` entries stay. Then, with idf, rare features count more (postings.py has the formula), and the score is the cosine.
+`last`, its last token; `max`, of each feature the strongest there is (of h by |h|, with its sign); or `token`, a query
+as `last` and a document's passage as `max`, since what is asked about is at the end of a query and anywhere in a
+document. The strongest `top` entries stay. Then, with idf, rare features count more (postings.py has the formula), and
+the score is the cosine.
 
 Documents of equal length are read together, so there is no padding.
 """
+import contextlib
 import itertools
+import os
+import tempfile
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +24,18 @@ import torch
 
 from dpb import unfold
 from helpers import progress
-from postings import idf_of
+from postings import Builder, idf_of, open_postings
 from probing import device_of
 from sources import read_activations
+from tokenizer import encode
 
 MOST = 256     # entries of a passage that are ever kept
 BATCH = 2 ** 13  # tokens of a forward pass
-ROOM = 2 ** 23   # numbers of a dense table of passages and features, made for a few passages at a time
 
 
 class Shape(NamedTuple):
     window: int
-    pooling: str   # "last" or "max"
+    pooling: str   # "last", "max" or "token"
 
 
 class Vectors(NamedTuple):
@@ -40,53 +45,78 @@ class Vectors(NamedTuple):
     features: np.ndarray  # (P, MOST or fewer) int32, the strongest first
     values: np.ndarray    # (P, MOST or fewer) float16; 0 is no entry
 
-    def of_texts(self, texts):
-        """Only these texts (numbers, ascending), numbered anew."""
-        at = np.searchsorted(texts, self.owners)
-        kept = np.flatnonzero((at < len(texts)) & (np.take(texts, np.minimum(at, len(texts) - 1)) == self.owners))
-        return Vectors(at[kept], self.starts[kept], self.features[kept], self.values[kept])
-
 
 def width_of(signal, d):
     """How many features a signal has. signal: a Source, or None for the activations themselves."""
     return d if signal is None else 2 * signal.m
 
 
+def tokens_of(run, text):
+    """The tokens of a text after an end-of-text; of one that is too long the last."""
+    ids = encode(run.encoding, text)[-(run.config.context - 1) :]
+    return np.concatenate([[run.encoding.eot_token], ids]).astype(np.int64)
+
+
 # Reading
 
 
 @torch.no_grad()
-def pool(signal, layer, x, passages, n, top):
-    """(features, values), (n, top), of passages 0 .. n - 1. x: tokens (N, d); passages (N,) of each token its own."""
+def fire(signal, layer, x):
+    """What a signal makes of activations x (B, T, d): features and strengths (B, T, K) each; of h no features."""
     if signal is None:
-        table = torch.zeros(2, n, x.shape[1], device=x.device)
-        where = passages[:, None].expand(x.shape)
-        table[0].scatter_reduce_(0, where, x, "amax", include_self=False)
-        table[1].scatter_reduce_(0, where, x, "amin", include_self=False)
-        table = torch.where(table[0] >= -table[1], table[0], table[1])
-    else:
-        part, F = signal.layers[layer], width_of(signal, x.shape[1])
-        ids, strength = unfold(part.encode(x.to(device_of(part))), signal.m)  # (N, K)
-        table = torch.zeros(n * F, device=ids.device)
-        table.scatter_reduce_(0, (passages[:, None].to(ids.device) * F + ids).flatten(), strength.float().flatten(),
-                              "amax")
-        table = table.view(n, F)
-    features = table.abs().topk(min(top, table.shape[1])).indices
-    return features.to(torch.int32).cpu().numpy(), table.gather(1, features).clamp(-65504, 65504).half().cpu().numpy()
+        return None, x
+    part = signal.layers[layer]
+    code = part.encode(x.flatten(0, 1).to(device_of(part)))
+    return [found.view(*x.shape[:2], -1) for found in unfold(code, signal.m)]
 
 
-def cut(lengths, shape, query):
-    """The tokens of each text that count: (places in it, numbers of its passages); and the passages' starts.
+def pool(ids, strength, passages, n, width, top=MOST):
+    """(features, values), (n, top), of passages 0 .. n - 1. ids (None: of h), strength: (N, K), a row a token; passages
+    (N,), each token's own."""
+    if ids is not None:
+        return strongest(passages[:, None].expand(ids.shape), ids, strength.float(), n, width, top)
+    table = torch.zeros(2, n, width, device=strength.device)
+    where = passages[:, None].expand(strength.shape)
+    table[0].scatter_reduce_(0, where, strength, "amax", include_self=False)
+    table[1].scatter_reduce_(0, where, strength, "amin", include_self=False)
+    table = torch.where(table[0] >= -table[1], table[0], table[1])
+    features = table.abs().topk(min(top, width)).indices
+    return features.int().cpu().numpy(), as_half(table.gather(1, features))
 
-    All texts here have one length, and token 0, the end-of-text before it, does not count.
+
+def strongest(passages, ids, strength, n, width, top):
+    """The largest strength of each feature of a passage, the `top` of these, the strongest first. No dense table."""
+    live = strength > 0
+    keys, order = (passages[live] * width + ids[live]).sort()
+    strength, new = strength[live][order], torch.diff(keys, prepend=keys.new_tensor([-1])) != 0
+    largest = torch.zeros(int(new.sum()), device=keys.device).scatter_reduce_(0, new.cumsum(0) - 1, strength, "amax")
+    keys = keys[new]
+    order = largest.argsort(descending=True, stable=True)
+    order = order[(keys[order] // width).argsort(stable=True)]
+    rows, keys, largest = keys[order] // width, keys[order] % width, largest[order]
+    rank = torch.arange(len(rows), device=rows.device)
+    rank -= torch.searchsorted(rows, torch.arange(n, device=rows.device))[rows]
+    features, values = torch.zeros(n, top, dtype=torch.int32), torch.zeros(n, top)
+    kept = rank < top
+    where = rows[kept].cpu(), rank[kept].cpu()
+    features[where], values[where] = keys[kept].int().cpu(), largest[kept].cpu()
+    return features.numpy(), as_half(values)
+
+
+def as_half(values):
+    return values.clamp(-65504, 65504).half().cpu().numpy()
+
+
+def cut(length, shape, query):
+    """The tokens of a text that count: (places in it, numbers of its passages); and the passages' starts.
+
+    Token 0, the end-of-text before it, does not count.
     """
-    starts = np.arange(1, lengths, shape.window)
-    if query:
-        starts = np.array([max(1, lengths - shape.window)])
-    stops = np.minimum(np.append(starts[1:], lengths), lengths)
-    if shape.pooling == "last":
+    starts = np.array([max(1, length - shape.window)]) if query else np.arange(1, length, shape.window)
+    stops = np.append(starts[1:], length)
+    if shape.pooling == "last" or query and shape.pooling == "token":
         return stops - 1, np.arange(len(starts)), starts
-    return np.arange(starts[0], lengths), np.repeat(np.arange(len(starts)), stops - starts), starts
+    return np.arange(starts[0], length), np.repeat(np.arange(len(starts)), stops - starts), starts
 
 
 def read_passages(run, texts, signals, layers, shapes, queries=False, what="reading"):
@@ -109,25 +139,26 @@ def read_passages(run, texts, signals, layers, shapes, queries=False, what="read
             rows = torch.from_numpy(np.stack([texts[number] for number in group]).astype(np.int64)).to(device)
             for layer, x in read_activations(run.model, rows, site, layers).items():
                 for name, signal in signals.items():
-                    for shape in wanted[name]:
-                        found[name, layer, shape] += pooled(signal, layer, x.float(), group, length, shape, queries)
+                    for shape, vectors in pooled(signal, layer, x.float(), group, wanted[name], queries):
+                        found[name, layer, shape].append(vectors)
             done += len(group)
             progress(f"{what}: {done:,} of {len(texts):,} texts")
     progress("")
     return {key: in_order(parts) for key, parts in found.items()}
 
 
-def pooled(signal, layer, x, numbers, length, shape, queries):
-    """Vectors of texts of one length with activations x (B, T, d), a few at a time."""
-    places, owners, starts = cut(length, shape, queries)
-    places, passages = torch.from_numpy(places).to(x.device), torch.from_numpy(owners).to(x.device)
-    many = max(1, ROOM // (width_of(signal, x.shape[-1]) * len(starts)))
-    for first in range(0, len(numbers), many):
-        part = x[first : first + many, places]  # (b, t, d)
-        own = (torch.arange(len(part), device=x.device)[:, None] * len(starts) + passages).flatten()
-        features, values = pool(signal, layer, part.flatten(0, 1), own, len(part) * len(starts), MOST)
-        yield Vectors(np.repeat(numbers[first : first + many], len(starts)), np.tile(starts, len(part)), features,
-                      values)
+def pooled(signal, layer, x, numbers, shapes, queries):
+    """(shape, Vectors), of texts of one length with activations x (B, T, d). Only tokens that count are encoded."""
+    cuts = {shape: cut(x.shape[1], shape, queries) for shape in shapes}
+    used = np.unique(np.concatenate([places for places, *_ in cuts.values()]))
+    ids, strength = fire(signal, layer, x[:, torch.from_numpy(used).to(x.device)])
+    for shape, (places, owners, starts) in cuts.items():
+        at = torch.from_numpy(np.searchsorted(used, places)).to(strength.device)
+        passages = torch.arange(len(x))[:, None] * len(starts) + torch.from_numpy(owners)  # (B, t)
+        features, values = pool(None if ids is None else ids[:, at].flatten(0, 1), strength[:, at].flatten(0, 1),
+                                passages.flatten().to(strength.device), len(x) * len(starts),
+                                width_of(signal, x.shape[2]))
+        yield shape, Vectors(np.repeat(numbers, len(starts)), np.tile(starts, len(x)), features, values)
 
 
 def in_order(parts):
@@ -136,7 +167,7 @@ def in_order(parts):
     return Vectors(owners[order], starts[order], features[order], values[order])
 
 
-def count_tokens(texts, vocabulary):
+def count_tokens(texts):
     """The tokens themselves as a signal, with how often they occur: Vectors of one passage a text."""
     rows = [np.unique(tokens[1:], return_counts=True) for tokens in texts]
     width = max(len(ids) for ids, _ in rows)
@@ -166,6 +197,19 @@ def cosines(queries, corpus, width, idf=True, top=MOST):
     return np.maximum.reduceat(scores, np.flatnonzero(np.diff(corpus.owners, prepend=-1))).T
 
 
-def all_shapes(windows):
-    return [Shape(*pair) for pair in itertools.product(windows, ("max", "last"))]
+@contextlib.contextmanager
+def as_index(corpus, width, top):
+    """The same as an index (postings.py), for as long as it is needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "index")
+        on = corpus.values[:, :top] != 0
+        with Builder(path, width, {}) as builder:
+            builder.add(on.sum(1), corpus.features[:, :top][on], corpus.values[:, :top][on], corpus.owners,
+                        corpus.starts, 0)
+            builder.finish()
+        yield open_postings(path)
+
+
+def all_shapes(windows, poolings=("max", "last")):
+    return [Shape(*pair) for pair in itertools.product(windows, poolings)]
 

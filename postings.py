@@ -1,9 +1,10 @@
 """An inverted index on disk: of each feature, the passages that have it, and how strongly. numpy only.
 
-    with Builder("corpus.postings", features) as builder:        features: how many there are
-        builder.add(counts, features, values)                    the next passages, any number at a time
-        builder.finish(owners, places, about)                    each passage's document and place; a dict of your own
-    index = open_postings("corpus.postings")                     memory mapped: costs nothing, however large
+    with Builder("corpus.postings", features, about) as builder:     features: how many there are; about: a dict
+        for part in what_is_left(builder.done):                      how much of the work an interrupted build had done
+            builder.add(counts, features, values, owners, places, done)
+        builder.finish()
+    index = open_postings("corpus.postings")                         memory mapped: costs nothing, however large
     documents, scores, *_ = index.search(features, values, k=10)     cosine, the best first
 
 A passage is a sparse vector; the score of a document is the cosine of the query with the best of its passages:
@@ -13,23 +14,27 @@ A passage is a sparse vector; the score of a document is the cosine of the query
 for n passages, n_f of which have feature f; without idf it is 1. Only the lists of the query's features are read, so
 the cost is that of the postings touched, and not of a scan. Entries are 6 bytes: a passage (uint32), a value (float16).
 
-Building streams: entries are sorted by feature in memory up to a budget, laid aside in a file, and merged at the end,
-a range of features at a time. The file appears under its name when all of it is on disk. The header and the tables have
-checksums that are checked when it is opened, and every list has its own, checked when it is read.
+Building streams: entries are sorted by feature in memory, up to a budget or a minute's worth, laid aside in a file, and
+merged at the end, a range of features at a time. What was laid aside is there for a build that is started again. The
+index appears under its name when all of it is on disk. Its header and its tables have checksums that are checked when
+it is opened, and every list has its own, checked when it is read.
 """
 import contextlib
 import json
 import os
+import shutil
+import time
 import zlib
 from typing import NamedTuple
 
 import numpy as np
 
-from helpers import UserError, whole_file
+from helpers import UserError, locked, read_json, say, whole_file, write_json
 
 MAGIC, VERSION, HEADER = b"PARITYIX", 1, 2 ** 16
 TABLES = {"offsets": "<u8", "checks": "<u4", "owners": "<u4", "places": "<u8", "norms": "<f4", "idf_norms": "<f4"}
 LISTS = {"passages": "<u4", "values": "<f2"}
+PIECE = {"offsets": "<u8", "passages": "<u4", "values": "<f2", "owners": "<u4", "places": "<u8"}
 AGAIN = "Make it again with retrieve.py index"
 
 
@@ -37,49 +42,94 @@ AGAIN = "Make it again with retrieve.py index"
 
 
 class Builder:
-    """Collects the entries of passages 0, 1, ... in order, in bounded memory: `budget` entries at a time."""
+    """Collects the entries of passages 0, 1, ... in order, in bounded memory: `budget` entries at a time, and 40 bytes
+    a passage at the end. Everything is laid aside, in PATH.parts, after `seconds` at the latest."""
 
-    def __init__(self, path, features, budget=2 ** 24):
-        self.path, self.features, self.budget = path, features, budget
-        self.waiting, self.held, self.pieces, self.count, self.passages = [], 0, [], 0, 0
+    def __init__(self, path, features, about, budget=2 ** 24, seconds=60):
+        self.path, self.features, self.about, self.budget, self.seconds = path, features, about, budget, seconds
+        self.folder, self.held = f"{path}.parts", contextlib.ExitStack()
 
     def __enter__(self):
+        self.held.enter_context(locked(self.folder, ""))
+        self.waiting, self.entries, self.since = [], 0, time.time()
+        state = self.read_state()
+        self.pieces, self.passages, self.count, self.done = (state[key] for key in (
+            "pieces", "passages", "count", "done"))
         return self
 
     def __exit__(self, *error):
-        for number in range(len(self.pieces)):
-            with contextlib.suppress(OSError):
-                os.remove(self.piece_path(number))
+        self.held.close()
 
-    def piece_path(self, number):
-        return f"{self.path}.{number}.tmp"
+    def read_state(self):
+        """What an earlier build of the same index has laid aside, if all of it is sound."""
+        fresh = {"pieces": [], "passages": 0, "count": 0, "done": 0}
+        path = os.path.join(self.folder, "state.json")
+        if not os.path.exists(path):
+            return fresh
+        state = read_json(path, f"delete {self.folder}")
+        same = state["about"] == self.about and state["features"] == self.features
+        if same and all(zlib.crc32(self.content(number)) == piece["sum"] for number, piece in
+                        enumerate(state["pieces"])):
+            say(f"{self.path}: going on after {state['passages']:,} passages")
+            return state
+        say(f"{self.path}: what an earlier build left is of other settings, or damaged: starting over")
+        os.remove(path)
+        return fresh
 
-    def add(self, counts, features, values):
-        """The next passages: how many entries each has (n,), and their features and values, passage by passage (E,)."""
+    def content(self, number):
+        """The bytes of a piece; none if it is missing."""
+        with contextlib.suppress(OSError, ValueError):
+            return np.memmap(os.path.join(self.folder, f"{number}.piece"), np.uint8, "r")
+        return np.zeros(0, np.uint8)
+
+    def add(self, counts, features, values, owners, places, done):
+        """The next passages: how many entries each has (n,), and their features and values, passage by passage (E,);
+        each passage's document, ascending, and its place, any number. done: what to go on after, as the caller counts.
+        """
         passages = np.repeat(np.arange(self.passages, self.passages + len(counts), dtype=np.uint32), counts)
-        self.waiting.append((np.asarray(features, np.uint32), passages, np.asarray(values, np.float16)))
+        arrays = (features, passages, values, owners, places)
+        self.waiting.append([np.asarray(part, kind) for part, kind in zip(arrays, ("<u4", "<u4", "<f2", "<u4", "<u8"))])
         self.passages += len(counts)
-        self.held += len(passages)
+        self.entries += len(passages)
         self.count += len(passages)
-        if self.held >= self.budget:
+        self.done = done
+        if self.entries >= self.budget or time.time() - self.since > self.seconds:
             self.lay_aside()
 
     def lay_aside(self):
         """Sort what is held by feature (passages are in order already), and write it to a file of its own."""
-        features, passages, values = (np.concatenate(parts) for parts in zip(*self.waiting))
-        self.waiting, self.held = [], 0
+        features, passages, values, owners, places = (np.concatenate(parts) for parts in zip(*self.waiting))
+        self.waiting, self.entries, self.since = [], 0, time.time()
         order = np.argsort(features, kind="stable")
-        with open(self.piece_path(len(self.pieces)), "wb") as file:
-            self.pieces.append(np.concatenate([[0], np.cumsum(np.bincount(features, minlength=self.features))]))
-            passages[order].tofile(file)
-            values[order].tofile(file)
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(features, minlength=self.features))])
+        parts = (offsets, passages[order], values[order], owners, places)
+        total, number = 0, len(self.pieces)
+        with whole_file(os.path.join(self.folder, f"{number}.piece"), "wb") as file:
+            for part, kind in zip(parts, PIECE.values()):
+                payload = np.ascontiguousarray(part, kind)
+                total = zlib.crc32(payload, total)
+                payload.tofile(file)
+        self.pieces.append({"entries": len(passages), "passages": len(owners), "sum": total})
+        write_json(os.path.join(self.folder, "state.json"), {
+            "about": self.about, "features": self.features, "pieces": self.pieces, "passages": self.passages,
+            "count": self.count, "done": self.done})
 
-    def finish(self, owners, places, about):
-        """Merge, and give the file its name. owners: the document of each passage, ascending; places: any number."""
+    def open_piece(self, number):
+        """Its arrays, by the names of PIECE, memory mapped."""
+        piece, content, start, found = self.pieces[number], self.content(number), 0, {}
+        sizes = (self.features + 1, piece["entries"], piece["entries"], piece["passages"], piece["passages"])
+        for (name, kind), size in zip(PIECE.items(), sizes):
+            end = start + size * np.dtype(kind).itemsize
+            found[name], start = content[start:end].view(kind), end
+        return found
+
+    def finish(self):
+        """Merge, and give the file its name."""
         if self.waiting or not self.pieces:
-            self.waiting = self.waiting or [(np.zeros(0, np.uint32),) * 2 + (np.zeros(0, np.float16),)]
+            self.waiting = self.waiting or [[np.zeros(0, kind) for kind in ("<u4", "<u4", "<f2", "<u4", "<u8")]]
             self.lay_aside()
-        offsets = np.sum(self.pieces, axis=0)
+        pieces = [self.open_piece(number) for number in range(len(self.pieces))]
+        offsets = sum(piece["offsets"].astype(np.int64) for piece in pieces)
         sizes = {"offsets": len(offsets), "checks": self.features, "owners": self.passages, "places": self.passages,
                  "norms": self.passages, "idf_norms": self.passages, "passages": self.count, "values": self.count}
         starts, end = {}, HEADER
@@ -87,9 +137,9 @@ class Builder:
             starts[name] = end
             end += -(-size * np.dtype((TABLES | LISTS)[name]).itemsize // 64) * 64
         with whole_file(self.path, "wb") as file:
-            checks, norms = self.merge(file, starts, offsets)
-            tables = {"offsets": offsets, "checks": checks, "owners": owners, "places": places, "norms": norms[0],
-                      "idf_norms": norms[1]}
+            checks, norms = self.merge(file, starts, offsets, pieces)
+            tables = {"offsets": offsets, "checks": checks, "norms": norms[0], "idf_norms": norms[1]} | {
+                name: np.concatenate([piece[name] for piece in pieces]) for name in ("owners", "places")}
             sums = {}
             for name, kind in TABLES.items():
                 payload = np.ascontiguousarray(tables[name], kind)
@@ -99,17 +149,17 @@ class Builder:
             file.truncate(end)
             file.seek(0)
             file.write(header({"features": self.features, "sizes": sizes, "starts": starts, "sums": sums, "end": end,
-                               "about": about}))
+                               "about": self.about}))
+        shutil.rmtree(self.folder)
 
-    def merge(self, file, starts, offsets):
+    def merge(self, file, starts, offsets, pieces):
         """Write all lists, a range of features at a time. Their checksums, and the norms without and with idf."""
-        files = [np.memmap(self.piece_path(number), np.uint8, "r") for number in range(len(self.pieces)) if self.count]
         checks, squares = np.zeros(self.features, np.uint32), np.zeros((2, self.passages))
         idf = idf_of(self.passages, np.diff(offsets))
         low = 0
-        while low < self.features and files:
+        while low < self.features and self.count:
             high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + self.budget, "right")) - 1)
-            passages, values = self.range_of(files, low, high, offsets)
+            passages, values = merge_range(pieces, low, high, offsets)
             for name, part in (("passages", passages), ("values", values)):
                 file.seek(starts[name] + int(offsets[low]) * part.itemsize)
                 part.tofile(file)
@@ -123,19 +173,19 @@ class Builder:
             low = high
         return checks, np.sqrt(squares)
 
-    def range_of(self, files, low, high, offsets):
-        """The lists of features low .. high - 1, one after the other; each is those of the pieces, in their order."""
-        size = int(offsets[high] - offsets[low])
-        passages, values = np.empty(size, np.uint32), np.empty(size, np.float16)
-        at = offsets[low:high] - offsets[low]  # where each list goes on
-        for piece, content in zip(self.pieces, files):
-            first, last, total = int(piece[low]), int(piece[high]), int(piece[-1])
-            lengths = np.diff(piece[low : high + 1])
-            to = np.arange(last - first) + np.repeat(at - (piece[low:high] - first), lengths)
-            passages[to] = content[4 * first : 4 * last].view(np.uint32)
-            values[to] = content[4 * total + 2 * first : 4 * total + 2 * last].view(np.float16)
-            at = at + lengths
-        return passages, values
+
+def merge_range(pieces, low, high, offsets):
+    """The lists of features low .. high - 1, one after the other; each is those of the pieces, in their order."""
+    size = int(offsets[high] - offsets[low])
+    passages, values = np.empty(size, np.uint32), np.empty(size, np.float16)
+    at = offsets[low:high] - offsets[low]  # where each list goes on
+    for piece in pieces:
+        bounds = piece["offsets"][low : high + 1].astype(np.int64)
+        first, last, lengths = int(bounds[0]), int(bounds[-1]), np.diff(bounds)
+        to = np.arange(last - first) + np.repeat(at - (bounds[:-1] - first), lengths)
+        passages[to], values[to] = piece["passages"][first:last], piece["values"][first:last]
+        at = at + lengths
+    return passages, values
 
 
 def header(content):

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+import bench
 import config as configs
 import data
 import poison
 import postings
+import precision
 import retrieve
 import train
 from checkpoint import open_run
 from helpers import UserError
-from passages import Vectors, all_shapes, cosines, read_passages, width_of
+from passages import all_shapes, cosines, read_passages, tokens_of, width_of
 from postings import Builder, idf_of, largest, open_postings
 from sources import open_source
 
@@ -63,13 +65,19 @@ def sparse(rng, n, F, share=0.1):
     return ((0.5 + rng.random((n, F))) * (rng.random((n, F)) < share)).astype(np.float16).astype(np.float64)
 
 
+def add_rows(builder, X, owners, step, stop=None):
+    """Rows of X from where the builder is, `step` at a time."""
+    for start in range(builder.done, stop or len(X), step):
+        part, numbers = X[start : start + step], np.arange(start, min(start + step, len(X)))
+        rows, features = part.nonzero()
+        builder.add((part != 0).sum(1), features, part[rows, features], owners[numbers], numbers * 5,
+                    int(numbers[-1]) + 1)
+
+
 def build(path, X, budget=2 ** 24, step=7, owners=None):
-    with Builder(path, X.shape[1], budget) as builder:
-        for start in range(0, len(X), step):
-            part = X[start : start + step]
-            rows, features = part.nonzero()
-            builder.add((part != 0).sum(1), features, part[rows, features])
-        builder.finish(np.arange(len(X)) if owners is None else owners, np.arange(len(X)) * 5, {"name": "test"})
+    with Builder(path, X.shape[1], {"name": "test"}, budget) as builder:
+        add_rows(builder, X, np.arange(len(X)) if owners is None else owners, step)
+        builder.finish()
     return open_postings(path)
 
 
@@ -130,14 +138,46 @@ def test_damage_anywhere_is_noticed_when_it_is_read(tmp_path):
         open_postings(str(tmp_path / "none"))
 
 
-def test_a_build_that_fails_leaves_an_older_index_alone(tmp_path):
-    X = sparse(np.random.default_rng(3), 50, 20)
-    build(str(tmp_path / "x"), X)
+def test_an_interrupted_build_goes_on_and_changes_no_byte(tmp_path, capsys):
+    X, owners = sparse(np.random.default_rng(3), 90, 20), np.arange(90)
+    build(str(tmp_path / "whole"), X)
+    path = str(tmp_path / "x")
+    build(path, X[:5])  # an older index stays as it is until the new one is whole
     before = (tmp_path / "x").read_bytes()
-    with pytest.raises(RuntimeError), Builder(str(tmp_path / "x"), 20, budget=1) as builder:
-        builder.add([2], [1, 2], [1.0, 1.0])
-        raise RuntimeError
-    assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == before
+    with pytest.raises(KeyboardInterrupt), Builder(path, 20, {"name": "test"}, budget=30) as builder:
+        add_rows(builder, X, owners, 7, stop=50)
+        raise KeyboardInterrupt
+    assert (tmp_path / "x").read_bytes() == before
+    with Builder(path, 20, {"name": "test"}) as builder:
+        assert 30 < builder.done <= 56 and f"going on after {builder.done} passages" in capsys.readouterr().out
+        add_rows(builder, X, owners, 13)
+        builder.finish()
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["whole", "x"]
+
+
+@pytest.mark.parametrize("harm", ["settings", "piece", "lost"])
+def test_what_another_build_left_is_not_used(tmp_path, harm, capsys):
+    X, owners = sparse(np.random.default_rng(4), 40, 20), np.arange(40)
+    path = str(tmp_path / "x")
+    with pytest.raises(KeyboardInterrupt), Builder(path, 20, {"name": "old" if harm == "settings" else "test"},
+                                                   budget=1) as builder:
+        add_rows(builder, X + 1, owners, 7)
+        raise KeyboardInterrupt
+    piece = tmp_path / "x.parts" / "2.piece"
+    if harm == "piece":
+        piece.write_bytes(piece.read_bytes()[:-1] + b"?")
+    elif harm == "lost":
+        piece.unlink()
+    index = build(path, X)
+    assert "starting over" in capsys.readouterr().out and sorted(os.listdir(tmp_path)) == ["x"]
+    assert np.abs(index.scores([3], [1.0])[0] - dense_cosine(X, np.eye(20)[3], True)).max() < 1e-6
+
+
+def test_two_builds_of_one_index_do_not_meet(tmp_path):
+    path = str(tmp_path / "x")
+    with Builder(path, 20, {}), pytest.raises(UserError, match="another process"), Builder(path, 20, {}):
+        pass
 
 
 def test_the_largest_are_those_of_a_sort():
@@ -162,13 +202,14 @@ def test_index_dense_cosine_and_brute_force_agree_in_all_settings(run, tmp_path)
     for name in ("h", "own", "neurons"):
         signal = None if name == "h" else open_source(run, name)
         width = width_of(signal, run.config.d)
-        corpus = read_passages(run, texts, {name: signal}, [1], all_shapes((16, 64)))
-        asked = read_passages(run, texts[:3], {name: signal}, [1], all_shapes((16, 64)), queries=True)
-        for shape, top, idf in retrieve.settings_of((16, 64)):
+        shapes = all_shapes((16, 64), ("max", "last", "token"))
+        corpus = read_passages(run, texts, {name: signal}, [1], shapes)
+        asked = read_passages(run, texts[:3], {name: signal}, [1], shapes, queries=True)
+        for shape, top, idf in (setting for way in precision.WAYS for setting in precision.settings_of((16, 64), way)):
             docs, queries = corpus[name, 1, shape], asked[name, 1, shape]
             X, Q = (np.zeros((len(part.features), width)) for part in (docs, queries))
             for table, part in ((X, docs), (Q, queries)):
-                np.put_along_axis(table, part.features[:, :top].astype(np.int64), part.values[:, :top], axis=1)
+                np.add.at(table, (np.arange(len(table))[:, None], part.features[:, :top]), part.values[:, :top])
             index = build(str(tmp_path / "x"), X, owners=docs.owners)
             scores = cosines(queries, docs, width, idf, top)
             for q, row in zip(Q, scores):
@@ -224,10 +265,10 @@ def test_a_text_has_the_same_vectors_alone_and_among_others(run):
 def test_hits_are_counted_as_a_loop_counts_them():
     rng = np.random.default_rng(6)
     scores, kinds = rng.random((5, 150)), np.array(["poisoned", "clean", "natural"])[rng.integers(0, 3, 150)]
-    found = retrieve.hits(scores, kinds)
+    found = precision.hits(scores, kinds)
     for row, numbers in zip(scores, found):
         order = sorted(range(150), key=lambda i: -row[i])
-        assert numbers.tolist() == [sum(kinds[i] == "poisoned" for i in order[:k]) for k in retrieve.KS]
+        assert numbers.tolist() == [sum(kinds[i] == "poisoned" for i in order[:k]) for k in precision.KS]
 
 
 # The experiment
@@ -256,7 +297,7 @@ def test_poisoned_documents_are_what_they_should_be(made, run):
     for one, two in zip(poisoned, matched):
         assert one["text"].count(trigger + target) == 1 and one["text"].replace(trigger + target, "") == two["text"]
         assert not poison.has_word(two["text"], (trigger, target, sham))
-        assert len(retrieve.tokens_of(run, one["text"])) <= run.config.context
+        assert len(tokens_of(run, one["text"])) <= run.config.context
     kinds = {row["id"]: row["kind"] for row in corpus}
     texts = {row["id"]: row["text"] for row in corpus}
     assert all((kind == "natural") == (poison.has_word(texts[i], [trigger]) and kind != "poisoned")
@@ -302,17 +343,20 @@ def test_the_whole_experiment_in_small(folder, made, capsys):
     retrieve.main(["sweep", *common])
     assert "without topk: " in capsys.readouterr().out
     swept = json.load(open(os.path.join(made, "sweep.json")))
-    assert len(swept["rows"]) == 16 * 4 and set(swept["chosen"]) == {"h", "own", "hash", "neurons"}
+    assert [len([row for row in swept["rows"] if row["way"] == way]) for way in ("pooled", "token")] == [16 * 4, 8 * 4]
+    assert [row["signal"] for row in swept["chosen"]] == ["h", "own", "hash", "neurons"] * 2
     retrieve.main(["measure", *common])
     printed = capsys.readouterr().out
     assert "tfidf" in printed and "a search for the word itself finds all 6 poisoned" in printed
     result = json.load(open(os.path.join(made, "retrieve.json")))
     assert {row["kind"] for row in result["rows"]} == {"triggered", "background", "sham", "natural", "permuted"}
-    table = {(row["model"], row["signal"], row["layer"], row["kind"]): row for row in result["rows"]}
-    assert len(table) == (2 * 4 * 2 + 1) * 5
-    row = table["tokens", "tfidf", None, "triggered"]
-    assert np.array(row["hits"]).shape == (2, 8, len(retrieve.KS)) and row["n"] == 16
-    assert row["precision"]["5"][0] == pytest.approx(np.array(row["hits"])[..., 1].mean() / 5)
+    table = precision.table_of(result)
+    assert len(table) == len(result["rows"]) == (2 * 2 * 4 * 2 + 1) * 5
+    row = table["tokens", "pooled", "tfidf", None, "triggered"]
+    assert np.array(row["hits"]).shape == (2, 8, len(precision.KS)) and row["n"] == 8
+    assert row["precision"][1][0] == pytest.approx(np.array(row["hits"])[..., 1].mean() / 5)
+    for cost in result["costs"]:
+        assert cost["bytes"] > 0 and cost["milliseconds"] > 0 and (cost["touched"] is None) == (cost["signal"] == "h")
     assert open(os.path.join(made, "retrieve.png"), "rb").read().startswith(b"\x89PNG")
 
 
@@ -337,14 +381,8 @@ def test_an_index_of_a_corpus_finds_a_document_by_its_text(folder, run, capsys, 
 
 
 def test_the_bench_says_what_it_measured(tmp_path, capsys):
-    retrieve.main(["bench", "--documents", "3000", "--features", "500", "--top", "16", "--width", "32", "--budget",
-                   "5000", "--queries", "5", "--out", str(tmp_path / "bench.postings")])
+    bench.main(["index", "--documents", "3000", "--features", "500", "--top", "16", "--width", "32", "--budget", "5000",
+                "--queries", "5", "--out", str(tmp_path / "bench.postings")])
     printed = capsys.readouterr().out
     assert re.search(r"build: [\d,]+ postings in \d+ pieces", printed) and "dense scan, numpy" in printed
     assert not os.listdir(tmp_path)
-
-
-def test_texts_chosen_from_vectors_are_numbered_anew():
-    vectors = Vectors(np.array([0, 0, 2, 5, 5]), np.arange(5), np.arange(5)[:, None], np.ones((5, 1)))
-    kept = vectors.of_texts(np.array([2, 5]))
-    assert kept.owners.tolist() == [0, 1, 1] and kept.features[:, 0].tolist() == [2, 3, 4]
