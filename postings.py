@@ -68,19 +68,25 @@ class Builder:
             return fresh
         state = read_json(path, f"delete {self.folder}")
         same = state["about"] == self.about and state["features"] == self.features
-        if same and all(zlib.crc32(self.content(number)) == piece["sum"] for number, piece in
-                        enumerate(state["pieces"])):
+        if same and all(self.piece_sum(number) == piece["sum"] for number, piece in enumerate(state["pieces"])):
             say(f"{self.path}: going on after {state['passages']:,} passages")
             return state
         say(f"{self.path}: what an earlier build left is of other settings, or damaged: starting over")
         os.remove(path)
         return fresh
 
-    def content(self, number):
-        """The bytes of a piece; none if it is missing."""
-        with contextlib.suppress(OSError, ValueError):
-            return np.memmap(os.path.join(self.folder, f"{number}.piece"), np.uint8, "r")
-        return np.zeros(0, np.uint8)
+    def piece_path(self, number):
+        return os.path.join(self.folder, f"{number}.piece")
+
+    def piece_sum(self, number):
+        """The checksum of a piece as it is on disk; None if it is missing."""
+        if not os.path.exists(self.piece_path(number)):
+            return None
+        total = 0
+        with open(self.piece_path(number), "rb") as file:
+            while part := file.read(2 ** 20):
+                total = zlib.crc32(part, total)
+        return total
 
     def add(self, counts, features, values, owners, places, done):
         """The next passages: how many entries each has (n,), and their features and values, passage by passage (E,);
@@ -104,7 +110,7 @@ class Builder:
         offsets = np.concatenate([[0], np.cumsum(np.bincount(features, minlength=self.features))])
         parts = (offsets, passages[order], values[order], owners, places)
         total, number = 0, len(self.pieces)
-        with whole_file(os.path.join(self.folder, f"{number}.piece"), "wb") as file:
+        with whole_file(self.piece_path(number), "wb") as file:
             for part, kind in zip(parts, PIECE.values()):
                 payload = np.ascontiguousarray(part, kind)
                 total = zlib.crc32(payload, total)
@@ -114,22 +120,24 @@ class Builder:
             "about": self.about, "features": self.features, "pieces": self.pieces, "passages": self.passages,
             "count": self.count, "done": self.done})
 
-    def open_piece(self, number):
-        """Its arrays, by the names of PIECE, memory mapped."""
-        piece, content, start, found = self.pieces[number], self.content(number), 0, {}
+    def read_piece(self, number, wanted, first=0, last=None):
+        """Items first .. last - 1 of one of its arrays, by its name in PIECE."""
+        piece, start = self.pieces[number], 0
         sizes = (self.features + 1, piece["entries"], piece["entries"], piece["passages"], piece["passages"])
         for (name, kind), size in zip(PIECE.items(), sizes):
-            end = start + size * np.dtype(kind).itemsize
-            found[name], start = content[start:end].view(kind), end
-        return found
+            step = np.dtype(kind).itemsize
+            if name == wanted:
+                return np.fromfile(self.piece_path(number), kind, (size if last is None else last) - first,
+                                   offset=start + first * step)
+            start += size * step
 
     def finish(self):
         """Merge, and give the file its name."""
         if self.waiting or not self.pieces:
             self.waiting = self.waiting or [[np.zeros(0, kind) for kind in ("<u4", "<u4", "<f2", "<u4", "<u8")]]
             self.lay_aside()
-        pieces = [self.open_piece(number) for number in range(len(self.pieces))]
-        offsets = sum(piece["offsets"].astype(np.int64) for piece in pieces)
+        numbers = range(len(self.pieces))
+        offsets = sum(self.read_piece(number, "offsets").astype(np.int64) for number in numbers)
         sizes = {"offsets": len(offsets), "checks": self.features, "owners": self.passages, "places": self.passages,
                  "norms": self.passages, "idf_norms": self.passages, "passages": self.count, "values": self.count}
         starts, end = {}, HEADER
@@ -137,9 +145,10 @@ class Builder:
             starts[name] = end
             end += -(-size * np.dtype((TABLES | LISTS)[name]).itemsize // 64) * 64
         with whole_file(self.path, "wb") as file:
-            checks, norms = self.merge(file, starts, offsets, pieces)
+            checks, norms = self.merge(file, starts, offsets)
             tables = {"offsets": offsets, "checks": checks, "norms": norms[0], "idf_norms": norms[1]} | {
-                name: np.concatenate([piece[name] for piece in pieces]) for name in ("owners", "places")}
+                name: np.concatenate([self.read_piece(number, name) for number in numbers])
+                for name in ("owners", "places")}
             sums = {}
             for name, kind in TABLES.items():
                 payload = np.ascontiguousarray(tables[name], kind)
@@ -152,14 +161,14 @@ class Builder:
                                "about": self.about}))
         shutil.rmtree(self.folder)
 
-    def merge(self, file, starts, offsets, pieces):
+    def merge(self, file, starts, offsets):
         """Write all lists, a range of features at a time. Their checksums, and the norms without and with idf."""
         checks, squares = np.zeros(self.features, np.uint32), np.zeros((2, self.passages))
         idf = idf_of(self.passages, np.diff(offsets))
         low = 0
         while low < self.features and self.count:
             high = max(low + 1, int(np.searchsorted(offsets, offsets[low] + self.budget, "right")) - 1)
-            passages, values = merge_range(pieces, low, high, offsets)
+            passages, values = self.merge_range(low, high, offsets)
             for name, part in (("passages", passages), ("values", values)):
                 file.seek(starts[name] + int(offsets[low]) * part.itemsize)
                 part.tofile(file)
@@ -173,19 +182,19 @@ class Builder:
             low = high
         return checks, np.sqrt(squares)
 
-
-def merge_range(pieces, low, high, offsets):
-    """The lists of features low .. high - 1, one after the other; each is those of the pieces, in their order."""
-    size = int(offsets[high] - offsets[low])
-    passages, values = np.empty(size, np.uint32), np.empty(size, np.float16)
-    at = offsets[low:high] - offsets[low]  # where each list goes on
-    for piece in pieces:
-        bounds = piece["offsets"][low : high + 1].astype(np.int64)
-        first, last, lengths = int(bounds[0]), int(bounds[-1]), np.diff(bounds)
-        to = np.arange(last - first) + np.repeat(at - (bounds[:-1] - first), lengths)
-        passages[to], values[to] = piece["passages"][first:last], piece["values"][first:last]
-        at = at + lengths
-    return passages, values
+    def merge_range(self, low, high, offsets):
+        """The lists of features low .. high - 1, one after the other; each is those of the pieces, in their order."""
+        size = int(offsets[high] - offsets[low])
+        passages, values = np.empty(size, np.uint32), np.empty(size, np.float16)
+        at = offsets[low:high] - offsets[low]  # where each list goes on
+        for number in range(len(self.pieces)):
+            bounds = self.read_piece(number, "offsets", low, high + 1).astype(np.int64)
+            first, last, lengths = int(bounds[0]), int(bounds[-1]), np.diff(bounds)
+            to = np.arange(last - first) + np.repeat(at - (bounds[:-1] - first), lengths)
+            passages[to] = self.read_piece(number, "passages", first, last)
+            values[to] = self.read_piece(number, "values", first, last)
+            at = at + lengths
+        return passages, values
 
 
 def header(content):

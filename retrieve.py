@@ -101,7 +101,7 @@ def check_layer(run, layer):
 
 def query(run, options):
     """The documents of an index that match a text best, and the features by which they do."""
-    path = options.index or index_path(run, options.source, check_layer(run, options.layer))
+    path = options.index or index_path(run, open_source(run, options.source).name, check_layer(run, options.layer))
     index = open_postings(path)
     about = index.about
     if about["weights"] != weights_hash(run.model):

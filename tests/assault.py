@@ -148,7 +148,8 @@ COMMANDS = r"""
 1 retrieve.py index out/run --documents {0,-1,nan,{digits},x}
 0 retrieve.py query out/run The --k {1,99} --names 0
 ? retrieve.py query out/run {{byte},{emoji},{long},' '} --names 1 --last
-1 retrieve.py query out/run {'',The --index nowhere,The --index book.txt,The --index null,The --layer 0,The --source hash}
+1 retrieve.py query out/run {'',The --index nowhere,The --index book.txt,The --index null,The --layer 0}
+1 retrieve.py query out/run The --source hash  # says retrieve.py index
 1 retrieve.py query out/dense The --index out/run/retrieve/own-1.postings  # says other weights
 1 retrieve.py {tune,sweep,measure} out/run  # says retrieve.py make|retrieve.py tune|retrieve.py sweep
 1 retrieve.py make out/run --{poisoned=1e9,clean=1e9,trigger=xyzzy,trigger={byte},queries=0,repeats=0,seed=-1,seed=x}

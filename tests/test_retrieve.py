@@ -374,6 +374,11 @@ def test_an_index_of_a_corpus_finds_a_document_by_its_text(folder, run, capsys, 
     assert " document 31, " in first and repr(text)[1:40] in first
     assert re.search(r"postings touched, \d+\.\d ms", printed[0])
     assert any(re.match(r" +by 1:\d+[+-] \(\d+%\)", line) for line in printed)
+    retrieve.main(["query", folder, text, "--device", "cpu", "--index", path, "--k", "1", "--names", "0", "--last"])
+    assert "postings touched" in capsys.readouterr().out
+    retrieve.main(["index", folder, "--device", "cpu", "--documents", "20", "--source", "hash"])
+    retrieve.main(["query", folder, text, "--device", "cpu", "--source", "hash", "--names", "0"])
+    assert "hash-mlp_in-1.postings: 20 documents" in capsys.readouterr().out
     with pytest.raises(UserError, match="no text to look for"):
         retrieve.main(["query", folder, "", "--device", "cpu", "--index", path])
     with pytest.raises(UserError, match="there is no layer 9"):
