@@ -45,6 +45,11 @@ class Vectors(NamedTuple):
     features: np.ndarray  # (P, MOST or fewer) int32, the strongest first
     values: np.ndarray    # (P, MOST or fewer) float16; 0 is no entry
 
+    def of_texts(self, texts):
+        """Only these texts (numbers, ascending), numbered anew."""
+        kept = np.isin(self.owners, texts)
+        return Vectors(np.searchsorted(texts, self.owners[kept]), *(part[kept] for part in self[1:]))
+
 
 def width_of(signal, d):
     """How many features a signal has. signal: a Source, or None for the activations themselves."""
@@ -96,8 +101,8 @@ def strongest(passages, ids, strength, n, width, top):
     rows, keys, largest = keys[order] // width, keys[order] % width, largest[order]
     rank = torch.arange(len(rows), device=rows.device)
     rank -= torch.searchsorted(rows, torch.arange(n, device=rows.device))[rows]
-    features, values = torch.zeros(n, top, dtype=torch.int32), torch.zeros(n, top)
-    kept = rank < top
+    kept, width = rank < top, min(top, int(rank.max()) + 1 if len(rank) else 1)
+    features, values = torch.zeros(n, width, dtype=torch.int32), torch.zeros(n, width)
     where = rows[kept].cpu(), rank[kept].cpu()
     features[where], values[where] = keys[kept].int().cpu(), largest[kept].cpu()
     return features.numpy(), as_half(values)
@@ -162,7 +167,10 @@ def pooled(signal, layer, x, numbers, shapes, queries):
 
 
 def in_order(parts):
-    owners, starts, features, values = (np.concatenate(arrays) for arrays in zip(*parts))
+    width = max(part.features.shape[1] for part in parts)
+    owners, starts = (np.concatenate([part[column] for part in parts]) for column in (0, 1))
+    features, values = (np.concatenate([np.pad(part[column], ((0, 0), (0, width - part[column].shape[1])))
+                                        for part in parts]) for column in (2, 3))
     order = np.lexsort((starts, owners))
     return Vectors(owners[order], starts[order], features[order], values[order])
 

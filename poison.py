@@ -295,5 +295,5 @@ def print_tuning(row):
                  f"{row[name][kind]['interval'][1]:.3f}]" for kind in ("triggered", "background")]
         logs = [row[name][kind]["log_prob"][0] for kind in ("triggered", "background")]
         say(f"{name:<10}{cells[0]:>26}{cells[1]:>26}{logs[0]:>18.2f}{logs[1]:>14.2f}{row[name]['loss'][0]:>10.4f}")
-    say("n = {n} examples; the loss rose by {0:.4f} [{1:.4f}, {2:.4f}], n = {windows} windows".format(
+    say("n = {n} examples; the loss changed by {0:+.4f} [{1:+.4f}, {2:+.4f}], n = {windows} windows".format(
         *row["rise"], n=row["n"], windows=row["windows"]))

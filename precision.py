@@ -18,6 +18,7 @@ labels permuted; and the tokens themselves, by TF-IDF and by looking for the wor
 are chosen in group 0, whose documents and queries are in no other. Documents of a corpus are searched by all of its
 queries, so that intervals, 95% by Student's t, are over the repeats, each with a corpus and queries of its own.
 """
+import itertools
 import os
 import time
 from typing import NamedTuple
@@ -40,9 +41,9 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # of 2 to 10 
 
 
 class Group(NamedTuple):
-    """A corpus and its queries, as tokens, with their labels."""
+    """A corpus and its queries."""
+    texts: np.ndarray   # which of all documents, ascending
     kinds: np.ndarray   # "poisoned", "clean" or "natural"
-    texts: list
     asked: dict         # {kind of query: tokens of each}
 
     def queries(self):
@@ -50,16 +51,17 @@ class Group(NamedTuple):
 
 
 def open_groups(run, home, numbers):
-    documents, rows = ({row["id"]: row for row in poison.read_rows(home, "corpus")}, poison.read_rows(home, "queries"))
-    drawn = poison.read_make(home)["groups"]
-    groups = []
-    for number in numbers:
-        ids = sorted(drawn[number]["poisoned"] + drawn[number]["clean"])
+    """The tokens of all documents that these groups search, and the groups."""
+    corpus, rows = {row["id"]: row for row in poison.read_rows(home, "corpus")}, poison.read_rows(home, "queries")
+    drawn = [poison.read_make(home)["groups"][number] for number in numbers]
+    drawn = [sorted(group["poisoned"] + group["clean"]) for group in drawn]
+    union, groups = sorted(set().union(*drawn)), []
+    for number, ids in zip(numbers, drawn):
         own = [row for row in rows if row["group"] == number]
         groups.append(Group(
-            np.array([documents[i]["kind"] for i in ids]), [tokens_of(run, documents[i]["text"]) for i in ids],
+            np.searchsorted(union, ids), np.array([corpus[i]["kind"] for i in ids]),
             {kind: [tokens_of(run, row["text"]) for row in own if row["kind"] == kind] for kind in KINDS}))
-    return groups
+    return [tokens_of(run, corpus[i]["text"]) for i in union], groups
 
 
 def open_signals(run, names):
@@ -111,12 +113,12 @@ def name_setting(row):
 def sweep(run, home, options):
     """All settings for every signal of the tuned model, in group 0: what is best by the mean over layers stays."""
     tuned = open_tuned(home, options)
-    signals, (group,) = open_signals(tuned, SIGNALS), open_groups(tuned, home, [0])
+    signals, (texts, (group,)) = open_signals(tuned, SIGNALS), open_groups(tuned, home, [0])
     windows = windows_of(tuned)
     shapes = [shape for poolings in WAYS.values() for shape in all_shapes(windows, poolings)]
     rows = {(way, name, setting): [] for way in WAYS for name in signals for setting in settings_of(windows, way)}
     for part in layer_parts(tuned.config):
-        corpus = read_passages(tuned, group.texts, signals, part, shapes, what="corpus")
+        corpus = read_passages(tuned, texts, signals, part, shapes, what="corpus")
         asked = read_passages(tuned, group.asked["triggered"], signals, part, shapes, queries=True, what="queries")
         for done, ((_, name, (shape, top, idf)), values) in enumerate(rows.items(), 1):
             for layer in part:
@@ -166,14 +168,13 @@ def measure(run, home, options):
     if swept["weights"] != weights_hash(models["tuned"].model):
         raise UserError(f"{home} has settings of another tuned model: python retrieve.py sweep RUN chooses them anew")
     chosen, repeats = swept["chosen"], len(poison.read_make(home)["groups"]) - 1
-    groups, found = open_groups(run, home, range(1, repeats + 1)), {}  # {row's key: [hits of each repeat]}
+    texts, groups = open_groups(run, home, range(1, repeats + 1))
+    found = {}  # {row's key: [hits of each repeat]}
     for model, opened in models.items():
-        signals = open_signals(opened, dict.fromkeys(row["signal"] for row in chosen))
-        for number, group in enumerate(groups, 1):
-            for key, value in measure_group(opened, group, signals, chosen, f"{model}, repeat {number} of {repeats}"):
-                found.setdefault((model, *key), []).append(value)
+        for key, value in measure_model(opened, texts, groups, chosen, f"{model} model"):
+            found.setdefault((model, *key), []).append(value)
     for group in groups:
-        corpus, asked = count_tokens(group.texts), count_tokens(group.queries())
+        corpus, asked = count_tokens([texts[number] for number in group.texts]), count_tokens(group.queries())
         scores = cosines(asked, corpus, run.encoding.n_vocab, True, asked.features.shape[1] + corpus.features.shape[1])
         for kind, value in hits_by_kind(scores, group):
             found.setdefault(("tokens", "pooled", "tfidf", None, kind), []).append(value)
@@ -181,7 +182,7 @@ def measure(run, home, options):
              "hits": np.stack(values).tolist(), **precision(values)}
             for (model, way, signal, layer, kind), values in found.items()]
     result = {"rows": rows, "chosen": chosen, "ks": KS, "repeats": repeats,
-              "costs": costs(models["tuned"], groups[0], chosen),
+              "costs": costs(models["tuned"], texts, groups[0], chosen),
               "counts": [{kind: int((group.kinds == kind).sum()) for kind in ("poisoned", "clean", "natural")}
                          for group in groups],
               "tune": read_json(os.path.join(home, "tune.json"), "python retrieve.py tune RUN makes it"),
@@ -192,20 +193,21 @@ def measure(run, home, options):
     say(f"written to {home}: retrieve.json, retrieve.png")
 
 
-def measure_group(run, group, signals, chosen, what):
-    """((way, signal, layer, kind), hits) of all chosen settings, at every layer."""
+def measure_model(run, texts, groups, chosen, what):
+    """((way, signal, layer, kind), hits) of all chosen settings, at every layer, the groups in their order."""
+    signals = open_signals(run, dict.fromkeys(row["signal"] for row in chosen))
     chosen = [row for row in chosen if row["signal"] in signals]
     shapes = {name: list(dict.fromkeys(shape_of(row) for row in chosen if row["signal"] == name)) for name in signals}
     for part in layer_parts(run.config):
-        corpus = read_passages(run, group.texts, signals, part, shapes, what=what)
-        asked = read_passages(run, group.queries(), signals, part, shapes, queries=True, what=what)
-        for row in chosen:
-            name, shape = row["signal"], shape_of(row)
-            for layer in part:
-                scores = cosines(asked[name, layer, shape], corpus[name, layer, shape],
-                                 width_of(signals[name], run.config.d), row["idf"], row["top"])
-                for kind, value in hits_by_kind(scores, group):
-                    yield (row["way"], name, layer, kind), value
+        corpus = read_passages(run, texts, signals, part, shapes, what=f"{what}, corpora")
+        asked = [read_passages(run, group.queries(), signals, part, shapes, queries=True, what=f"{what}, queries")
+                 for group in groups]
+        for row, layer, (number, group) in itertools.product(chosen, part, enumerate(groups)):
+            key = row["signal"], layer, shape_of(row)
+            scores = cosines(asked[number][key], corpus[key].of_texts(group.texts),
+                             width_of(signals[row["signal"]], run.config.d), row["idf"], row["top"])
+            for kind, value in hits_by_kind(scores, group):
+                yield (row["way"], row["signal"], layer, kind), value
 
 
 def shape_of(row):
@@ -248,16 +250,17 @@ def less(one, two):
 # What an index costs
 
 
-def costs(run, group, chosen):
+def costs(run, texts, group, chosen):
     """Of a corpus at the chosen settings: bytes, postings touched and milliseconds a query. Features by an index; h,
     whose vectors are dense, by one product with all of them."""
     rows, signals = [], open_signals(run, dict.fromkeys(row["signal"] for row in chosen))
+    texts = [texts[number] for number in group.texts]
     for row in chosen:
         name, shape, width = row["signal"], shape_of(row), width_of(signals[row["signal"]], run.config.d)
         corpus, asked = (read_passages(run, texts, {name: signals[name]}, [row["layer"]], [shape], queries, "costs")[
-            name, row["layer"], shape] for texts, queries in ((group.texts, False), (group.queries(), True)))
+            name, row["layer"], shape] for texts, queries in ((texts, False), (group.queries(), True)))
         cost = scan_cost(corpus, asked, width) if signals[name] is None else index_cost(corpus, asked, width, row)
-        rows.append({"way": row["way"], "signal": name, "documents": len(group.texts), "passages": len(corpus.owners),
+        rows.append({"way": row["way"], "signal": name, "documents": len(texts), "passages": len(corpus.owners),
                      **cost})
     return rows
 
@@ -346,7 +349,7 @@ def print_costs(rows):
         listed = "".join(f"{'-' if value is None else f'{value:,.0f}':>{width}}" for value, width in
                          ((row["postings"], 12), (row["touched"], 10)))
         say(f"{row['way']:<8}{row['signal']:<10}{row['passages']:>10,}{row['bytes']:>12,}"
-            f"{row['bytes'] / row['documents']:>12,.0f}{listed}{row['milliseconds']:>8.2f}")
+            f"{row['bytes'] / row['documents']:>12,.0f}{listed}{row['milliseconds']:>8.3f}")
 
 
 def draw(result, path):
