@@ -50,7 +50,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,eval,sae,probe,circuits,pareto,noise,judge,data,plot}.py --help  # says usage|python
+0 {train,sample,eval,sae,probe,circuits,pareto,noise,judge,retrieve,data,plot}.py --help  # says usage|python
 0 {ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
@@ -142,6 +142,23 @@ COMMANDS = r"""
 1 judge.py {x,openai:,openai,run:out/run,{byte}} text
 0 noise.py out/run --tokens 64
 1 noise.py out/run --tokens 64 --{layer=9,layer=-1,layer=x,tokens=0,device=foo}
+0 retrieve.py index out/run --documents 9 {--source hash,--source neurons --layer 0,--pooling last,--window 4 --top 9}
+1 retrieve.py index out/run --documents 9 --{data=nowhere,data=foreign,data={byte},layer=9,source=x,out=/sys/x,window=0}
+1 retrieve.py index out/run --documents 9 --data data/book  # says another tokenizer
+1 retrieve.py index out/run --documents {0,-1,nan,{digits},x}
+0 retrieve.py query out/run The --k {1,99} --names 0
+? retrieve.py query out/run {{byte},{emoji},{long},' '} --names 1 --last
+1 retrieve.py query out/run {'',The --index nowhere,The --index book.txt,The --index null,The --layer 0}
+1 retrieve.py query out/run The --source hash  # says retrieve.py index
+1 retrieve.py query out/dense The --index out/run/retrieve/own-1.postings  # says other weights
+1 retrieve.py {tune,sweep,measure} out/run  # says retrieve.py make|retrieve.py tune|retrieve.py sweep
+1 retrieve.py make out/run --{poisoned=1e9,clean=1e9,trigger=xyzzy,trigger={byte},queries=0,repeats=0,seed=-1,seed=x}
+? retrieve.py make out/run --poisoned 12 --corpus-poisoned 4 --clean 9 --queries 2 --repeats 1
+1 retrieve.py all out/run --poisoned 4 --corpus-poisoned 9
+1 retrieve.py {all,make,tune,sweep,measure,index} {nowhere,data,small.py,plain.pt,{byte}}
+1 retrieve.py {x,all,query out/run}
+0 bench.py index --documents 99 --features 50 --top 8 --width 8 --queries 1 --out new.postings
+1 bench.py index --{documents=0,documents=x,top=0,budget=0,queries=0,out=/sys/x}
 0 sample.py out/run --top-features --index-tokens 256
 1 RANK=0:1:2 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64  # says evenly
 1 sample.py out/run --prompt-file {/proc/self/mem,latin1.txt,data,null}
@@ -201,6 +218,9 @@ sample.py out/dense --features --prompt The --source topk : --source --site --to
 sae.py out/dense --steps 4 --batch-tokens 64 --eval-tokens 64 --fresh : --site --variant --layers --k
 sae.py out/dense --report --eval-tokens 64 : --site --against --device --eval-tokens
 probe.py out/run --positive book.txt --negative docs.jsonl --features 2 --sources own : --layers --site --features
+retrieve.py index out/run --documents 9 : --data --source --layer --window --pooling --top --out --split --device
+retrieve.py query out/run The --names 1 : --index --k --names --source --layer --device
+retrieve.py make out/run --poisoned 12 --corpus-poisoned 4 --clean 9 --queries 2 : --trigger --sham --clean --seed
 eval.py out/run --limit 2 : --tasks --limit --text --data --val --context --stride --device --batch_tokens
 eval.py out/run --tasks hellaswag,lambada --data good : --limit --data --context --device --batch_tokens
 data.py text book.txt --tokenizer bpe:300 --out new : --out --tokens --tokenizer --field --val-fraction --shard-tokens
@@ -236,6 +256,7 @@ out/half/metrics.jsonl : train.py small.py --out=out/half : out/half/ckpt.pt out
 out/run/config.json : eval.py out/run --tasks val : stdout
 out/run/eval.json : eval.py out/run --tasks val : stdout out/run/eval.json
 out/run/features.npz : sample.py out/run --feature 0:3+ : stdout
+out/run/retrieve/own-1.postings : retrieve.py query out/run The --names 0 : stdout
 out/dense/sae/topk-mlp_in-0/sae.safetensors : sample.py out/dense --features --prompt The --source topk : stdout
 out/dense/sae/topk-mlp_in-1/config.json : sample.py out/dense --features --prompt The --source topk : stdout
 vector.npz : sample.py out/run --tokens 5 --samples 1 --vector vector.npz : stdout
@@ -258,6 +279,7 @@ train.py small.py --out=new --max_steps=8 --save_every=3 : new/ckpt.pt new/best.
 data.py text book.txt docs.jsonl --tokenizer bpe:400 --shard-tokens 500 --out new : new/*
 data.py toy --tokens 3000 --out new : new/*
 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64 --variant jumprelu : out/run/sae/*/sae.safetensors
+retrieve.py index out/run --source hash : out/run/retrieve/hash-mlp_in-1.postings
 """
 
 # The world
@@ -275,7 +297,8 @@ MAKE = (
     "sae.py out/dense --steps 16 --batch-tokens 64 --eval-tokens 64",
     "sample.py out/run --feature 0:3+",
     "sample.py out/run --steer sea --fit 1 --k 4 --tokens 2 --samples 1 --save-vector vector.npz",
-    "eval.py out/run --tasks val,features")
+    "eval.py out/run --tasks val,features",
+    "retrieve.py index out/run --documents 20")
 TALK = b"The,/steer sea nan,The,/alpha inf,The,/steer sea 1e38,The,/seed 99999999999999999999,The,/seed x,/alpha,/x"
 
 
