@@ -284,11 +284,12 @@ def table(options):
     rows, seconds = rows_of(drawn), time.time() - began
     middle = middle_of({row["layer"] for row in rows})
     print_middle(rows, middle, [*columns[:2], "probe all", *columns[2:]])
-    print_differences(drawn, columns)
+    differences = differences_of(drawn, columns)
+    print_differences(differences)
     about = {"weights": {run.path: weights_hash(run.model) for run in runs}, "middle": middle, "seed": options.seed,
              "configs": {run.path: vars(run.config) for run in runs}, "seconds": seconds, "texts": texts,
              "judge": options.judge, "correlation": options.correlation, "site": options.site, **provenance()}
-    write_json(path, {"rows": rows, **about}, indent=1)
+    write_json(path, {"rows": rows, "differences": differences, **about}, indent=1)
     with contextlib.suppress(FileNotFoundError):
         os.remove(records.path)
     picture = path.removesuffix(".json") + ".png"
@@ -352,25 +353,33 @@ def print_middle(rows, middle, columns):
             + f"   n {' to '.join(f'{n:,}' for n in sorted({min(counts), max(counts)}))}")
 
 
-def print_differences(drawn, columns):
-    """What sources have over the hash of the same activations: the mean over layers, paired."""
-    say("less the hash of the same activations, the mean over layers, with the interval of paired draws:")
+def differences_of(drawn, columns):
+    """What sources have over the hash of the same activations: rows with [value, low, high], the mean over layers,
+    paired; None where there is nothing to compare."""
+    rows = []
     for run, source in dict.fromkeys((run, source) for run, source, _, _ in drawn):
         control = next((name for of, name, _, _ in drawn if of == run and name.startswith("hash")), None)
         if control is None or source.startswith(("hash", "random")):
             continue
-        cells = []
         for measure in columns:
             pairs = [(drawn[run, source, layer, measure], drawn[run, control, layer, measure])
                      for of, name, layer, what in drawn if (of, name, what) == (run, source, measure)
                      and (run, control, layer, measure) in drawn]
             pairs = [(one, two) for one, two in pairs if one.value is not None and two.value is not None]
-            if not pairs:
-                cells.append("-")
-                continue
-            value = np.mean([one.value - two.value for one, two in pairs])
-            low, high = np.quantile(np.mean([one.draws - two.draws for one, two in pairs], axis=0), [0.025, 0.975])
-            cells.append(f"{value:+.2f} [{low:+.2f}, {high:+.2f}]")
+            value = None
+            if pairs:
+                draws = np.mean([one.draws - two.draws for one, two in pairs], axis=0)
+                value = [float(np.mean([one.value - two.value for one, two in pairs])),
+                         *map(float, np.quantile(draws, [0.025, 0.975]))]
+            rows.append({"run": run, "source": source, "less": control, "measure": measure, "difference": value})
+    return rows
+
+
+def print_differences(rows):
+    say("less the hash of the same activations, the mean over layers, with the interval of paired draws:")
+    for run, source in dict.fromkeys((row["run"], row["source"]) for row in rows):
+        own = [row["difference"] for row in rows if (row["run"], row["source"]) == (run, source)]
+        cells = ["{:+.2f} [{:+.2f}, {:+.2f}]".format(*value) if value else "-" for value in own]
         say(f"{run:<10}{source:<20}" + "".join(f"{text:>23}" for text in cells))
 
 

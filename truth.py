@@ -277,11 +277,12 @@ def truth(options):
                     print_layer(rows[-len(groups):])
     if not rows:
         raise UserError(f"no run here has the source {options.sources}: python sae.py {options.run} trains SAEs")
-    print_differences(drawn, groups, name_of(runs[0]))
+    differences = differences_of(drawn, groups, name_of(runs[0]))
+    print_differences(differences)
     about = {"weights": {run.path: weights_hash(run.model) for run in runs}, "tokens": count * context,
              "configs": {run.path: vars(run.config) for run in runs}, **provenance()}
     path = os.path.join(os.path.dirname(runs[0].path), "truth.json")
-    write_json(path, {"rows": rows, **about}, indent=1)
+    write_json(path, {"rows": rows, "differences": differences, **about}, indent=1)
     picture = path.removesuffix(".json") + ".png"
     draw(rows, picture)
     say(f"written to {path} and {picture}")
@@ -293,17 +294,27 @@ def print_layer(rows):
     say(f"{rows[0]['run']:<14}{rows[0]['source']:<20}{rows[0]['layer']:>5}{cells}{pure:>30}")
 
 
-def print_differences(drawn, groups, name):
-    """What the first run's own features have over the hash of the same activations: the mean over layers."""
+def differences_of(drawn, groups, name):
+    """What a run's own features have over the hash of the same activations: rows with [value, low, high], the mean
+    over layers, paired."""
     layers = sorted({layer for run, source, layer, _ in drawn if (run, source) == (name, "own")})
     if not layers or not any(source.startswith("hash") and run == name for run, source, _, _ in drawn):
-        return
-    say("own less hash, the mean over layers, with the interval of paired draws:")
+        return []
+    rows = []
     for group in groups:
         pairs = [[drawn[name, source, layer, group.name] for layer in layers] for source in ("own", "hash-mlp_in")]
         value = np.mean([own[0] - control[0] for own, control in zip(*pairs)])
-        low, high = np.quantile(np.mean([own[1] - control[1] for own, control in zip(*pairs)], axis=0), [0.025, 0.975])
-        say(f"  {group.name:<10}{value:+.3f} [{low:+.3f}, {high:+.3f}]")
+        draws = np.mean([own[1] - control[1] for own, control in zip(*pairs)], axis=0)
+        rows.append({"run": name, "group": group.name,
+                     "difference": [float(value), *map(float, np.quantile(draws, [0.025, 0.975]))]})
+    return rows
+
+
+def print_differences(rows):
+    if rows:
+        say("own less hash, the mean over layers, with the interval of paired draws:")
+    for row in rows:
+        say(f"  {row['group']:<10}" + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["difference"]))
 
 
 def draw(rows, path):

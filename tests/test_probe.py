@@ -611,7 +611,7 @@ def test_differences_are_those_of_paired_draws(capsys):
     drawn = {("tiny", source, layer, "tpp"): probing.Found(value, value + common, 9, {})
              for source, value in (("own", 0.5), ("hash-mlp_in", 0.2), ("random weights", 0.1)) for layer in (0, 1)}
     drawn["tiny", "own", 0, "scr"] = probing.Found(0.4, 0.4 + common, 9, {})  # the hash has none
-    probe.print_differences(drawn, ["tpp", "scr"])
+    probe.print_differences(probe.differences_of(drawn, ["tpp", "scr"]))
     _, line = capsys.readouterr().out.splitlines()
     assert line.split() == ["tiny", "own", "+0.30", "[+0.30,", "+0.30]", "-"]  # what draws have in common cancels
 
