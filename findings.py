@@ -1,0 +1,385 @@
+"""What was found, in words that are made from the numbers: the sections of a report, from the JSON of its steps.
+
+A claim is a difference that the paper, or common sense, says is above 0 or below it, with an interval of 95%:
+
+    holds                       all of the interval is on the claimed side
+    does not hold               all of it is on the other side
+    cannot tell at this size    it has 0 in it, or there is none
+
+The differences are paired where the experiment's JSON has them so; else `apart` takes the two intervals at their worst.
+A figure of the paper stands beside ours where one is known, and nowhere else. A section is a function of `get(step,
+file)`, the JSON of a result or None, and gives None where its step has no results.
+"""
+import math
+import re
+from typing import NamedTuple
+
+HOLDS, FAILS, UNSURE = "holds", "does not hold", "cannot tell at this size"
+
+
+class Claim(NamedTuple):
+    text: str
+    difference: list | None   # [value, low, high]
+    wanted: int               # 1: above 0 is claimed, -1: below
+    control: str              # what it is compared with, and on how many
+
+    def verdict(self):
+        return verdict(self.difference, self.wanted)
+
+    def sentence(self):
+        found = {HOLDS: "It holds", FAILS: "It does not hold", UNSURE: "Cannot tell at this size"}[self.verdict()]
+        return f"{found}: {spread(self.difference, '+')} ({self.control})."
+
+
+class Table(NamedTuple):
+    title: str
+    head: tuple
+    rows: list
+    note: str = ""
+
+
+class Section(NamedTuple):
+    claims: list
+    tables: list
+    pictures: tuple = ()      # (step, file, what it shows)
+
+
+ABOUT = {  # in the order of the paper's experiments: title, and what it is; its steps are STEPS_OF
+    "dictionary": ("The dictionary: computed, and nearly orthogonal",
+                   "Features are vectors of signs, the parities of the bits of their numbers."),
+    "models": ("The models", "A parity model and its dense twin, of the same size, on the same tokens."),
+    "tokens": ("The price: tokens of a parity model over those of dense",
+               "Dense twins at several budgets, each with a whole schedule of its own."),
+    "speed": ("Speed: training passes against dense", "Seconds of a pass over those of the dense twin."),
+    "sae": ("Sparse autoencoders to compare with", "Of what MLPs are given, by layer."),
+    "circuits": ("Causal edits: how few flip an answer",
+                 "The paper's claim: parity features need fewer edits than SAEs, on all of its three tasks."),
+    "steering": ("Steering: concept against fluency", "The most of a concept that a line reaches within the allowance "
+                 "of fluency, at an alpha that was chosen on other prefixes."),
+    "noise": ("Does the bottleneck clean the stream?", "The paper's reason why steered text stays fluent."),
+    "probe": ("SAEBench's measures", "Guessing gets .50 of probes and .71 of interpret; of absorption less is better. "
+              "The paper's own figures are not known here, and are left out."),
+    "truth": ("What single features stand for", "For each label that the toy world knows, the feature that is best on "
+              "half of its words, tested on the other half: F1, the mean over layers."),
+    "retrieve": ("Which training documents did it?", "Poisoned documents found by the features that a query sets off. "
+                 "Chance in the paper's corpora, 100 of 12,900 documents, is 0.775% (it prints 0.078%)."),
+}
+STEPS_OF = {"models": ("train", "train_gpt", "eval", "eval_gpt"), "sae": ("sae", "sae_gpt")}  # else one of its name
+
+
+# Verdicts
+
+
+def verdict(difference, wanted=1):
+    """Of [value, low, high], which is claimed to be above 0 (wanted = 1) or below (-1)."""
+    if difference is None or any(value is None or not math.isfinite(value) for value in difference):
+        return UNSURE
+    low, high = sorted(wanted * value for value in difference[1:])
+    return HOLDS if low > 0 else FAILS if high < 0 else UNSURE
+
+
+def apart(one, two):
+    """One interval less another, at worst: [difference, least, most]."""
+    return None if one is None or two is None else [one[0] - two[0], one[1] - two[2], one[2] - two[1]]
+
+
+def less_number(interval, number):
+    return None if interval is None else [value - number for value in interval]
+
+
+def spread(interval, sign="", digits=3):
+    if interval is None or interval[0] is None or not math.isfinite(interval[0]):
+        return "nothing to compare"
+    value, low, high = (None if v is None or not math.isfinite(v) else f"{v:{sign}.{digits}f}" for v in interval)
+    return f"{value} [{low}, {high}]" if low and high else f"{value}, no interval"
+
+
+def figure(value, digits=3):
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def pick(rows, **wanted):
+    """The first row with these values, or None."""
+    return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)
+
+
+# The sections
+
+
+def dictionary(get):
+    text = get("dictionary", "log.txt")
+    if text is None:
+        return None
+    found = dict(re.findall(r"^(width d|exact coherence|bound)\s+([\d.]+)", text, re.M))
+    d, exact, bound = (float(found[name]) for name in ("width d", "exact coherence", "bound"))
+    claim = Claim("No two features have a larger inner product than 2/sqrt(d) + 1/d.",
+                  [exact - bound] * 3, -1, f"computed exactly for all pairs, d = {d:.0f}: no interval is needed")
+    rows = [["largest inner product of two features", f"{exact:.6f}"], ["bound", f"{bound:.6f}"]]
+    return Section([claim], [Table("", ("", f"d = {d:.0f}"), rows)])
+
+
+def speed(get):
+    found = get("speed", "speed.json")
+    if found is None:
+        return None
+    rows = {row["variant"]: row for row in found["rows"]}
+    ratios = {name: [row["ratio"], *row["ratio_between"]] for name, row in rows.items() if row.get("ratio_between")}
+    claims = [Claim("A parity model trains faster than one with learned in-loop TopK dictionaries.",
+                    apart(ratios.get("parity"), ratios.get("topk")), -1,
+                    "overheads against the dense twin, in turn in one run; of tiny models on this machine")]
+    import bench  # for the paper's figures, and only here: it brings torch
+    names = [name for name, known in bench.ROWS.items() if any(known.values())]
+    paper = {variant: ", ".join(figure(bench.ROWS[name].get(variant), 2) for name in names)
+             for variant in ("parity", "topk")}
+    table = [[name, spread(ratios.get(name)) if name != "dense" else "1", paper.get(name, "")] for name in rows]
+    others = max((row.get("cores_taken_by_others") or 0 for row in found["rows"]), default=0)
+    return Section(claims, [Table("", ("", "here, tiny", f"paper, 4 H200: {', '.join(names)}"), table,
+        f"{found['device']}; others took {others:.2f} cores meanwhile.")])
+
+
+def models(get):
+    found = {name: get(step, "eval.json") for name, step in (("tiny", "eval"), ("tiny_gpt", "eval_gpt"))}
+    if not any(found.values()):
+        return None
+    losses, answers, features, kinds, levels = [], [], [], [], 0
+    for name, content in found.items():
+        if not content:
+            continue
+        results = content["results"]
+        replaced = [figure(results["features"].get(key), 4) for key in ("loss_input", "loss_zero")]
+        losses.append([name, *(figure(results["val"][key], 4) for key in ("loss", "bits_per_byte")), *replaced])
+        asked = results.get("answers", {})
+        kinds = [kind for kind, value in asked.items() if isinstance(value, dict)]
+        answers.append([name, *(f"{asked[kind]['right']:.2f} ({asked[kind]['right_silent']:.2f})" for kind in kinds)])
+        for layer, row in enumerate(results["features"]["layers"]):
+            features.append([f"{name}, layer {layer}", *(f"{1 - level['fired']:.2%}" for level in row["levels"])])
+            levels = len(row["levels"])
+    import eval as evaluation  # for the paper's figures
+    paper = [[name, *(figure(value) for value in values)] for name, *values in evaluation.PAPER.values()]
+    tables = [Table("Here: the toy world's validation split", ("", "loss", "bits per byte", "with y = h", "with y = 0"),
+                    losses, "y: what MLPs read in the parity model; h: what its bottlenecks are given."),
+              Table("The toy world's questions: share answered right (with all MLPs silent)", ("", *kinds), answers),
+              Table("Features that never fired", ("", *(f"level {level}" for level in range(levels))), features),
+              Table("The paper's models, on text: no figure above is comparable with these",
+                    ("", "validation loss", "Pile perplexity", "HellaSwag", "LAMBADA"), paper)]
+    return Section([], tables,
+                   (("train", "loss.png", "loss of the parity model"), ("train_gpt", "loss.png", "of its dense twin")))
+
+
+def tokens(get):
+    found = get("tokens", "budget.json")
+    if found is None:
+        return None
+    claims, rows = [], []
+    for row in found["results"]:
+        value, low, high = row["price"]
+        known = low is not None and not row["bounds"]
+        within = f"within {row['tolerance']:.0%} of parity's loss" if row["tolerance"] else "parity's loss"
+        n = f"n = {len(row['seeds'])} seeds, Student's interval of logarithms"
+        bounds = "; for some seeds dense needs {} steps than were tried".format(" or ".join(row["bounds"]))
+        claims.append(Claim(f"A dense twin reaches {within} with fewer tokens.",
+                            [math.log(v) for v in row["price"]] if known else None, 1,
+                            f"logarithm of the ratio of tokens; {n}{bounds * bool(row['bounds'])}"))
+        paper = ", ".join(f"{value} ({name})" for name, value in found["paper"].items())
+        rows.append([within, spread(row["price"], digits=2) + " (a bound)" * bool(row["bounds"]),
+                     paper if row["tolerance"] else ""])
+    runs = [[row["kind"], row["seed"], f"{row['steps']:,}", f"{row['tokens']:,}", f"{row['loss']:.4f}"]
+            for row in found["rows"]]
+    return Section(claims,
+                   [Table("Tokens of parity over tokens of dense", ("for", "here", "paper"), rows),
+                    Table("Runs", ("", "seed", "steps", "tokens", "loss"), runs)],
+                   (("tokens", "budget.png", "loss by tokens"),))
+
+
+def autoencoders(get):
+    found = [content for content in (get("sae", "report-mlp_in.json"), get("sae_gpt", "report-mlp_in.json")) if content]
+    if not found:
+        return None
+    rows = list({(row["run"], row["source"], row["layer"]): row for content in found
+                 for row in content["rows"]}.values())
+    names = list(dict.fromkeys((row["run"], row["source"]) for row in rows))
+    table = []
+    for run, source in names:
+        own = [row for row in rows if (row["run"], row["source"]) == (run, source)]
+        own.sort(key=lambda row: row["layer"])
+        table.append([f"{run}: {source}", ", ".join(f"{row['fvu'][0]:.3f}" for row in own),
+                      ", ".join(f"{row['dead']:.0%}" for row in own),
+                      ", ".join(f"{row['recovered'][0]:.3f}" if row["recovered"] else "-" for row in own)])
+    claims = []
+    for run, source in (("tiny", "own"), ("tiny", "topk-mlp_in"), ("tiny_gpt", "topk-mlp_in")):
+        pairs = [[pick(rows, run=run, source=name, layer=layer) for name in (source, "hash-mlp_in")]
+                 for layer in sorted({row["layer"] for row in rows})]
+        worst = [apart(one["fvu"], two["fvu"]) for one, two in pairs if one and two]
+        if worst:
+            what = "Own features" if source == "own" else f"A TopK SAE of {run}"
+            claims.append(Claim(f"{what} explain{'s' * (source != 'own')} more than the hash of the same activations.",
+                                max(worst, key=lambda difference: difference[2]), -1,
+                                f"fraction of variance unexplained less the hash's, at the layer where that is least "
+                                f"clear; n = {rows[0]['tokens']:,} tokens"))
+    return Section(claims, [Table("", ("", "variance unexplained", "dead", "loss recovered"), table)],
+                   (("sae_gpt", "explained-mlp_in.png", "explained variance by layer"),))
+
+
+def circuits(get):
+    found = get("circuits", "circuits.json")
+    if found is None:
+        return None
+    claims, rows = [], []
+    for row in found["differences"]:
+        if row["own"] != "own, mlp":
+            continue
+        n = pick(found["results"], task=row["task"])["n"]
+        rows.append([row["task"], f"{row['run']}: {row['source']}", *(spread(row["differences"].get(k), "+", 2)
+                                                                      for k in ("1", "8", "K"))])
+        if (row["run"], row["source"]) == ("tiny_gpt", "topk-mlp_in"):
+            claims.append(Claim(f"{row['task']}: eight edits of own features flip more answers than eight of an SAE's "
+                                "in the dense twin.", row["differences"].get("8"), 1,
+                                f"share flipped, own less topk, on the same {n} pairs"))
+        if (row["run"], row["source"]) == ("tiny", "hash-mlp_in"):
+            claims.append(Claim(f"{row['task']}: edits of own features flip more than those of the hash.",
+                                row["differences"].get("K"), 1, f"all K edits, own less hash, on the same {n} pairs"))
+    carry = [[row["task"], row["run"], row["site"], row["layer"], spread(row["e"], digits=2)]
+             for row in found["effects"] if row["span"] == "last" and row["site"] != "block_out"]
+    head = "task", "run", "component", "layer", "e"
+    return Section(claims,
+                   [Table("Share flipped: own less another source", ("task", "less", "1 edit", "8", "K"), rows),
+                    Table("What a component carries at the last position: e", head, carry)],
+                   (("circuits", "effects.png", "effect of each component"),
+                    ("circuits", "edits.png", "share flipped against the number of edits")))
+
+
+def steering(get):
+    found = get("steering", "pareto.json")
+    if found is None:
+        return None
+    n, claims, wide = f"n = {len(found['concepts'])} concepts, paired", [], "all layers, contrast"
+    for other, text in (("tiny: hash, " + wide, "the hash of the same activations"),
+                        ("tiny: own, all layers, random", "own features drawn by lot"),
+                        ("tiny_gpt: topk, " + wide, "an SAE of the dense twin"),
+                        ("tiny_gpt: stream, " + wide, "the difference of means in the dense twin")):
+        row = pick(found["differences"], one="tiny: own, " + wide, other=other)
+        claims.append(Claim(f"Own features, chosen by contrast, steer better than {text}.", row and row["concept"], 1,
+                            f"share of the concept's words within the allowance of fluency; {n}"))
+    rows = [[f"{row['run']}: {row['source']}", "all" if len(row["layers"]) > 1 else row["layers"][0], row["way"],
+             row["ratio"], spread(row["concept"]), spread(row["fluency"])] for row in found["rows"]]
+    return Section(claims,
+                   [Table("", ("", "layers", "way", "ratio", "concept", "fluency"), rows)],
+                   (("steering", "pareto.png", "fluency against concept as alpha grows"),))
+
+
+def noise(get):
+    found = get("noise", "noise.json")
+    if found is None:
+        return None
+    last = max(row["layer"] for row in found["rows"] if row["measure"] == "left")
+    first = min(row["layer"] for row in found["rows"] if row["measure"] == "passed")
+    ratio = 0.1
+
+    def value(run, measure, layer, kind="noise"):
+        row = pick(found["rows"], run=run, kind=kind, ratio=ratio, measure=measure, layer=layer)
+        return row and row["value"]
+    about = f"noise of {ratio} of the norm, n = {found['n']} windows"
+    claims = [Claim("Less of added noise is left at the end of the parity model than of its dense twin.",
+                    apart(value("tiny", "left", last), value("tiny_gpt", "left", last)), -1, about),
+              Claim("A bottleneck passes on less of noise than it is given.",
+                    less_number(value("tiny", "passed", first), 1), -1, f"change of y over that of h, less 1; {about}"),
+              Claim("It passes on less of noise than of what belongs into the stream.",
+                    apart(value("tiny", "passed", first), value("tiny", "passed", first, "real")), -1, about)]
+    names = dict.fromkeys(row["run"] for row in found["rows"])
+    rows = [[name, kind, spread(value(name, "left", last, kind), digits=2),
+             spread(value(name, "passed", first, kind), digits=2), spread(value(name, "kl", None, kind))]
+            for name in names for kind in ("noise", "real")]
+    return Section(claims, [Table("", ("", "added", "left at the end", "passed on", "nats"), rows)],
+                   (("noise", "noise.png", "what is left of noise"),))
+
+
+def saebench(get):
+    found = get("probe", "probe.json")
+    if found is None:
+        return None
+    better = {"probe 1": 1, "probe 5": 1, "interpret": 1, "scr": 1, "tpp": 1, "absorption kind": -1,
+              "absorption kind scaled": -1}
+    claims = []
+    for measure, wanted in better.items():
+        row = pick(found.get("differences", []), run="tiny", source="own", measure=measure)
+        if row:
+            claims.append(Claim(f"{measure}: own features do better than the hash of the same activations.",
+                                row["difference"], wanted, "own less hash, the mean over layers, paired"))
+    middle, names = found["middle"], dict.fromkeys((row["run"], row["source"]) for row in found["rows"])
+    measures = [measure for measure in (*better, "absorption topic") if pick(found["rows"], measure=measure)]
+    rows = []
+    for run, source in names:
+        cells = [pick(found["rows"], run=run, source=source, layer=middle, measure=measure) for measure in measures]
+        rows.append([f"{run}: {source}", *(spread([row["value"], row["low"], row["high"]], digits=2)
+                                           if row and row["value"] is not None else "-" for row in cells)])
+    return Section(claims, [Table(f"Layer {middle}", ("", *measures), rows)],
+                   (("probe", "probe.png", "by source"),))
+
+
+def meaning(get):
+    found = get("truth", "truth.json")
+    if found is None:
+        return None
+    claims = [Claim(f"{row['group']}: single own features stand for it better than those of the hash.",
+                    row["difference"], 1, f"F1 on unseen words, own less hash, the mean over layers, paired; "
+                    f"n = {found['tokens']:,} tokens") for row in found.get("differences", [])]
+    groups = list(dict.fromkeys(row["group"] for row in found["rows"]))
+    rows = []
+    for run, source in dict.fromkeys((row["run"], row["source"]) for row in found["rows"]):
+        own = [[row["f1"] for row in found["rows"] if (row["run"], row["source"], row["group"]) == (run, source, group)]
+               for group in groups]
+        rows.append([f"{run}: {source}", *(f"{sum(values) / len(values):.2f}" for values in own)])
+    return Section(claims, [Table("", ("", *groups), rows)],
+                   (("truth", "truth.png", "F1 by source, group and layer"),))
+
+
+def retrieval(get):
+    found = get("retrieve", "retrieve.json")
+    if found is None:
+        return None
+    import precision  # only where it is needed: it brings torch
+    table, chosen = precision.table_of(found), found["chosen"]
+    n = f"precision at 10, {found['repeats']} repeats, Student's interval"
+    claims, rows = [], []
+    for way in dict.fromkeys(row["way"] for row in chosen):
+        def row(signal, kind="triggered", model="tuned", way=way):
+            return precision.at_chosen(table, way, signal, chosen, kind, model)
+        for text, one, two in (("find more poisoned documents than the hash", row("own"), row("hash")),
+                               ("find more after the tuning than before", row("own"), row("own", model="untuned")),
+                               ("find more than raw activations", row("own"), row("h")),
+                               ("find more than TF-IDF of the tokens", row("own"), row("tfidf"))):
+            difference = precision.less(one, two) if one and two else None
+            claims.append(Claim(f"{way}: own features {text}.", difference, 1, n))
+        for signal in dict.fromkeys(row["signal"] for row in chosen):
+            cells = [row(signal), row(signal, "background"), row(signal, "sham"), row(signal, model="untuned")]
+            rows.append([way, signal, *(spread(cell["precision"][precision.AT]) if cell else "-" for cell in cells)])
+    counts = found["counts"][0]
+    chance = counts["poisoned"] / sum(counts.values())
+    head = "", "signal", "triggered", "background", "sham", "before the tuning"
+    return Section(claims, [Table(f"Precision at 10; chance is {chance:.2%}", head, rows)],
+                   (("retrieve", "retrieve.png", "precision by layer"),))
+
+
+SECTIONS = (dictionary, models, tokens, speed, autoencoders, circuits, steering, noise, saebench, meaning, retrieval)
+
+
+# Figures that the docs have
+
+
+def figures(get):
+    """{name: value} of what stands in the docs."""
+    found = {}
+    for name, step in (("tiny", "eval"), ("tiny_gpt", "eval_gpt")):
+        content = get(step, "eval.json")
+        if content:
+            results = content["results"]
+            found |= {f"{name} loss": results["val"]["loss"], f"{name} bits per byte": results["val"]["bits_per_byte"]}
+            found |= {f"{name} {key}": results["features"][key] for key in ("loss_input", "loss_zero")
+                      if key in results["features"]}
+    for step in ("sae", "sae_gpt"):
+        for row in (get(step, "report-mlp_in.json") or {"rows": []})["rows"]:
+            found[f"{row['run']} {row['source']} {row['layer']} fvu"] = row["fvu"][0]
+    for row in (get("truth", "truth.json") or {"rows": []})["rows"]:
+        name = f"{row['run']} {row['source']} {row['group']} f1"
+        found.setdefault(name, []).append(row["f1"])
+    return {name: sum(value) / len(value) if isinstance(value, list) else value for name, value in found.items()}

@@ -1,0 +1,355 @@
+"""All of it in one command: train, measure, and write a page that says what holds.
+
+    python report.py                          the models, the SAEs, every experiment: out/report/index.html
+    python report.py --quick                  a first look, with shorter trainings and fewer items: out/report-quick/
+    python report.py --only circuits,probe    these steps, and what they need
+    python report.py --only tokens            the price of a parity model in tokens: budget.py
+    python report.py --list                   the steps, their commands, and what would run
+    python report.py --docs                   the report's figures into README.md and docs/: figures.py
+
+A step is a command that can be given by hand. It is given again only if what it depends on has changed (steps.py), so
+that an interrupted report goes on; a step that fails says so in the page, and the others go on. The page holds each
+experiment's tables and pictures in the order of the paper's, its figures beside ours where they are known, and what was
+found, in words that findings.py makes from the numbers. --quick has runs of its own, in its own folder, and leaves out
+the poisoned documents, whose tuning alone takes minutes. The toy world is no evidence about language.
+"""
+import argparse
+import base64
+import contextlib
+import html
+import json
+import os
+import platform
+import time
+
+import figures
+from findings import ABOUT, FAILS, HOLDS, SECTIONS, STEPS_OF, UNSURE
+from findings import figures as figures_of
+from helpers import UserError, locked, provenance, run_script, say, suggest, whole_file, write_json
+from steps import HERE, Step, clock, read_record, reasons, result_of, run_all, with_needs
+
+DATA = ("data/toy/*.bin", "data/toy/tokenizer.json")
+
+
+# The steps
+
+
+def make_steps(out, quick=False):
+    """Every step, in order. out: the folder of the report."""
+    home = out if quick else "out"
+    tiny, dense = f"{home}/tiny", f"{home}/tiny_gpt"
+    runs = (tiny, "--against", dense)
+
+    def words(*whole, short=()):
+        return (*whole, *(short if quick else ()))
+
+    def training(name, config, run, seconds):
+        return Step(name, (words("train.py", f"configs/{config}.py", short=(f"--out={run}", "--max_steps=800")),),
+                    ("data",), (*DATA, f"configs/{config}.py", "configs/tiny.py", "configs/tiny_plain.py"),
+                    (f"{run}/loss.png", f"{run}/metrics.jsonl", f"{run}/config.json"), (f"{run}/best.pt",),
+                    ("--fresh=true",), seconds)
+
+    def saes(name, run, others, needs, seconds):
+        kinds = ("--variant", "topk" if quick else "all") if others else ()
+        return Step(name, (words("sae.py", run, *kinds, *others, short=("--steps", "400", "--eval-tokens", "8192")),),
+                    needs, (*DATA, f"{run}/best.pt", *(f"{tiny}/sae/*-mlp_in-*/sae.safetensors" for _ in others[:1])),
+                    (f"{run}/sae/report-mlp_in.json", f"{run}/sae/explained-mlp_in.png"),
+                    (f"{run}/sae/*-mlp_in-*/sae.safetensors",), ("--fresh",), seconds)
+
+    models = (*DATA, f"{tiny}/best.pt", f"{dense}/best.pt")
+    features = (*models, f"{tiny}/sae/*-mlp_in-*/sae.safetensors", f"{dense}/sae/*-mlp_in-*/sae.safetensors")
+    every, trained = ("train", "train_gpt", "sae", "sae_gpt"), ("train", "train_gpt")
+
+    def experiment(name, command, needs, reads, keeps, seconds, again=()):
+        return Step(name, (command,), needs, reads, tuple(f"{tiny}/{file}" for file in keeps), (), again, seconds)
+
+    budget = ("--steps", "800", "--budgets", "250,450", "--seeds", "2", "--out", f"{out}/budget")
+    rival = "own,topk,hash,neurons,random"
+    few, concepts = ("--limit", "256"), "space,cooking,cars"
+    found = [
+        Step("data", (("data.py", "toy", "--out", "data/toy"),), leaves=DATA, seconds=30),
+        training("train", "tiny", tiny, 95 if quick else 350),
+        training("train_gpt", "tiny_gpt", dense, 75 if quick else 275),
+        Step("dictionary", (("kloosterman.py", "1024"),), seconds=2),
+        experiment("eval", words("eval.py", tiny, short=few), ("train",), models[:-1], ("eval.json",), 45),
+        Step("eval_gpt", (words("eval.py", dense, short=few),), ("train_gpt",), (*DATA, models[-1]),
+             (f"{dense}/eval.json",), seconds=10),
+        Step("tokens", (("budget.py", "--reuse", tiny, dense, *(budget if quick else ())),), trained,
+             (*models, "configs/tiny.py", "configs/tiny_plain.py", "configs/tiny_gpt.py"),
+             tuple(f"{out if quick else 'out'}/budget/budget.{kind}" for kind in ("json", "png")), (), ("--fresh",),
+             220 if quick else 2000),
+        Step("speed", (words("bench.py", "--rows", "tiny", "--variants", "dense,parity,topk", "--json",
+                             f"{out}/speed.json", short=("--repeats", "1")),), (), (), (f"{out}/speed.json",),
+             seconds=20 if quick else 60),
+        saes("sae", tiny, (), ("train",), 50 if quick else 180),
+        saes("sae_gpt", dense, ("--against", tiny), ("train_gpt", "sae"), 50 if quick else 640),
+        experiment("circuits", words("circuits.py", *runs, short=("--pairs", "40", "--choose", "20")), every, features,
+                   ("circuits.json", "effects.png", "edits.png"), 50 if quick else 400),
+        experiment("steering", words("pareto.py", *runs, short=(
+            "--concepts", concepts, "--prefix-count", "8", "--ratios", "0.1,0.3,0.7", "--fit", "20", "--tokens", "32")),
+            every, features, ("pareto.json", "pareto.png"), 60 if quick else 1020),
+        experiment("noise", words("noise.py", *runs, short=("--tokens", "2048")), trained, models,
+                   ("noise.json", "noise.png"), 10 if quick else 35),
+        experiment("probe", words("probe.py", *runs, short=("--layers", "2", "--features", "60", "--sources", rival)),
+                   every, features, ("probe.json", "probe.png"), 120 if quick else 800),
+        experiment("truth", words("probe.py", "truth", *runs, short=("--tokens", "16384", "--sources", rival)), every,
+                   features, ("truth.json", "truth.png"), 40 if quick else 200)]
+    if not quick:
+        found.append(experiment("retrieve", ("retrieve.py", "all", tiny), ("train",), models[:-1],
+                                ("retrieve/retrieve.json", "retrieve/retrieve.png"), 900, ("--fresh",)))
+    return found
+
+
+# What is known
+
+
+def reader(steps, out):
+    """get(step, file): the JSON, text or bytes of a result of a finished step, else None."""
+    by_name = {step.name: step for step in steps}
+    finished = {name for name, step in by_name.items() if read_record(out, step).get("error", "") is None}
+
+    def get(name, file):
+        if name not in finished:
+            return None
+        path = result_of(out, by_name[name], file)
+        with contextlib.suppress(OSError, ValueError), open(path, "rb") as opened:
+            content = opened.read()
+            return json.loads(content) if file.endswith(".json") else (
+                content.decode(errors="replace") if file.endswith(".txt") else content)
+        return None
+    return get
+
+
+def machine():
+    """What it ran on."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
+    memory = ""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2 ** 30:.0f} GiB"
+    return f"{name}, {os.cpu_count()} cores{memory}, {platform.system()}"
+
+
+def states(steps, out):
+    """Of each step: its record, and a word on it."""
+    found = {}
+    for step in steps:
+        record = read_record(out, step)
+        why = reasons(step, record, out)
+        if not record:
+            word = "not run yet"
+        elif record["error"]:
+            word = f"failed: {record['error']}"
+        else:
+            word = f"done, but since then: {', '.join(why[:3])}" if why else "done"
+        found[step.name] = {"record": record, "word": word}
+    return found
+
+
+# The page
+
+STYLE = """
+:root { --paper: #fcfcfb; --card: #fff; --ink: #1d2327; --soft: #5c6670; --line: #e2e5e8; --faint: #f3f4f5;
+  --accent: #075666; --good: #2b6e3f; --bad: #a33a0a; color-scheme: light dark; }
+@media (prefers-color-scheme: dark) { :root { --paper: #14181b; --card: #1a1f23; --ink: #e4e8ea; --soft: #98a3ac;
+  --line: #2c343a; --faint: #20262b; --accent: #7fd5e3; --good: #79c58f; --bad: #e8975a; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1080px; padding: 24px 20px 60px; background: var(--paper); color: var(--ink);
+  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", "Noto Sans", "DejaVu Sans", sans-serif;
+  overflow-wrap: anywhere; }
+h1 { font-size: 22px; margin: 0 0 6px; } h2 { font-size: 18px; margin: 44px 0 6px; }
+h3 { font-size: 14px; margin: 20px 0 4px; color: var(--soft); }
+p { margin: 0 0 10px; max-width: 76ch; } a { color: var(--accent); }
+.soft { color: var(--soft); } .small { font-size: 13px; }
+code { font: 13px ui-monospace, "DejaVu Sans Mono", Menlo, monospace; }
+pre { background: var(--faint); border-radius: 6px; padding: 8px 12px; margin: 6px 0; white-space: pre-wrap; }
+.scroll { overflow-x: auto; } .scroll:focus-visible { outline: 2px solid var(--accent); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
+th, td { padding: 4px 12px 4px 0; text-align: left; vertical-align: baseline; border-bottom: 1px solid var(--line); }
+th { color: var(--soft); font-weight: 600; font-size: 13px; } .figures td { white-space: nowrap; }
+.verdict { font-weight: 600; white-space: nowrap; } .holds { color: var(--good); } .fails { color: var(--bad); }
+.unsure { color: var(--soft); }
+.problem { border: 1px solid var(--bad); color: var(--bad); border-radius: 6px; padding: 8px 12px; margin: 8px 0; }
+figure { margin: 12px 0; } img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
+figcaption { color: var(--soft); font-size: 13px; }
+ul.claims { list-style: none; padding: 0; margin: 8px 0; } ul.claims li { margin: 0 0 8px; max-width: 84ch; }
+@media (max-width: 480px) { body { padding: 16px 12px 40px; font-size: 14px; } .verdict { white-space: normal; } }
+"""
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>ParityTransformer: report</title><style>{style}</style></head><body>{content}</body></html>
+"""
+KINDS = {HOLDS: "holds", FAILS: "fails", UNSURE: "unsure"}
+
+
+def escape(value):
+    return html.escape(str(value))
+
+
+def badge(verdict):
+    return f'<span class="verdict {KINDS[verdict]}">{escape(verdict)}</span>'
+
+
+def write_table(table):
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+    note = f'<p class="soft small">{escape(table.note)}</p>' if table.note else ""
+    return (f'{title}<div class="scroll" tabindex="0"><table class="figures"><thead><tr>{head}</tr></thead>'
+            f"<tbody>{rows}</tbody></table></div>{note}")
+
+
+def write_picture(get, step, file, what):
+    content = get(step, file)
+    if not content:
+        return ""
+    data = base64.b64encode(content).decode()
+    return (f'<figure><img src="data:image/png;base64,{data}" alt="{escape(what)}" loading="lazy">'
+            f"<figcaption>{escape(what)}</figcaption></figure>")
+
+
+def write_section(key, section, known, get):
+    """known: {step: state} of the section's steps."""
+    title, text = ABOUT[key]
+    parts = [f'<section id="{key}"><h2>{escape(title)}</h2><p>{escape(text)}</p>']
+    for name, state in known.items():
+        commands = "\n".join(state["record"].get("commands", state["commands"]))
+        seconds = state["record"].get("seconds")
+        parts.append(f"<pre><code>{escape(commands)}</code></pre>")
+        if state["word"] != "done":
+            parts.append(f'<p class="problem">{escape(name)}: {escape(state["word"])}</p>')
+        else:
+            parts.append(f'<p class="soft small">{escape(name)}: {clock(seconds)}</p>')
+    if section:
+        items = "".join(f"<li>{badge(claim.verdict())} {escape(claim.text)} <span class=soft>{escape(claim.sentence())}"
+                        "</span></li>" for claim in section.claims)
+        parts.append(f'<ul class="claims">{items}</ul>' if items else "")
+        parts += map(write_table, section.tables)
+        parts += [write_picture(get, *picture) for picture in section.pictures]
+    return "".join(parts) + "</section>"
+
+
+def write_summary(sections):
+    """Every claim with its verdict, in one table."""
+    claims = [(key, claim) for key, section in sections.items() if section for claim in section.claims]
+    counts = {kind: sum(claim.verdict() == kind for _, claim in claims) for kind in KINDS}
+    rows = "".join(f'<tr><td>{badge(claim.verdict())}</td><td><a href="#{key}">{escape(claim.text)}</a></td></tr>'
+                   for key, claim in claims)
+    return (f"<p>Of {len(claims)} claims {counts[HOLDS]} hold, {counts[FAILS]} do not, and of {counts[UNSURE]} it "
+            'cannot be told at this size.</p><div class="scroll" tabindex="0"><table><tbody>'
+            f"{rows}</tbody></table></div>")
+
+
+def write_steps(known):
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(state['word'])}</td>"
+        f"<td>{clock(state['record']['seconds']) if state['record'] else ''}</td>"
+        f"<td>{escape(state['record'].get('commit') or '')}</td><td><code>"
+        + escape(" && ".join(state["commands"])) + "</code></td></tr>" for name, state in known.items())
+    total = sum(state["record"].get("seconds", 0) for state in known.values())
+    return (f'<section id="steps"><h2>Steps</h2><p>{clock(total)} in all, as each step took when it ran last.</p>'
+            '<div class="scroll" tabindex="0"><table><thead><tr><th>step</th><th>state</th><th>time</th><th>commit</th>'
+            f"<th>command</th></tr></thead><tbody>{rows}</tbody></table></div></section>")
+
+
+def seeds_of(get):
+    found = {f"seed {config['seed']} of {name}, weights of commit {config.get('about', {}).get('commit')}"
+             for name, step in (("tiny", "train"), ("tiny_gpt", "train_gpt")) if (config := get(step, "config.json"))}
+    budget = get("tokens", "budget.json")
+    return sorted(found) + ([f"seeds 0 to {budget['options']['seeds'] - 1} of the token budgets"] if budget else [])
+
+
+def write_page(out, steps, quick, explorer):
+    """index.html and report.json."""
+    get, known = reader(steps, out), states(steps, out)
+    for step in steps:
+        known[step.name]["commands"] = step.lines()
+    sections = {key: make(get) for key, make in zip(ABOUT, SECTIONS)}
+    uses = {key: STEPS_OF.get(key, (key,)) for key in ABOUT}
+    about = provenance() | {"machine": machine(), "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
+    body = "".join(write_section(key, section, {name: known[name] for name in uses[key] if name in known}, get)
+                   if any(name in known for name in uses[key]) else
+                   f'<section id="{key}"><h2>{escape(ABOUT[key][0])}</h2><p>Not part of --quick.</p></section>'
+                   for key, section in sections.items())
+    link = f'<p><a href="{escape(explorer)}">The features, one by one</a>: the page of view.py.</p>' if explorer else ""
+    first = "A first look: short trainings, few items. " if quick else ""
+    lines = [about["machine"], f"commit {about['commit']}, torch {about['torch']}, Python {about['python']}",
+             *seeds_of(get), f"written {about['written']}"]
+    content = (f"<h1>ParityTransformer: what holds{' at first look' * quick}</h1><p>{first}Every experiment of the "
+               "paper on a toy world whose truth is known: it shows whether a pipeline finds what is there, and is no "
+               f'evidence about language.</p><p class="soft small">{"<br>".join(map(escape, lines))}</p>{link}'
+               f"{write_summary(sections)}{body}{write_steps(known)}")
+    with whole_file(os.path.join(out, "index.html")) as file:
+        file.write(PAGE.format(style=STYLE, content=content))
+    claims = [{"section": key, "claim": claim.text, "verdict": claim.verdict(), "difference": claim.difference,
+               "control": claim.control} for key, section in sections.items() if section for claim in section.claims]
+    write_json(os.path.join(out, "report.json"), {
+        "claims": claims, "figures": figures_of(get), "quick": quick, "steps": {
+            name: {"word": state["word"], "seconds": state["record"].get("seconds"), "commands": state["commands"]}
+            for name, state in known.items()}, **about}, indent=1)
+    return known
+
+
+# The command
+
+
+def choose(steps, only):
+    if only is None:
+        return steps
+    names, known = only.split(","), [step.name for step in steps]
+    for name in names:
+        if name not in known:
+            raise UserError(f"there is no step {name!r}{suggest(name, known)}")
+    return with_needs(steps, names)
+
+
+def find_explorer(out, quick):
+    path = os.path.join(out if quick else "out", "tiny", "features.html")
+    return os.path.relpath(path, out).replace(os.sep, "/") if os.path.exists(path) else None
+
+
+def write_docs(out):
+    try:
+        with open(os.path.join(out, "report.json"), encoding="utf-8") as file:
+            known = json.load(file)
+    except (OSError, ValueError):
+        raise UserError(f"{out} holds no report: python report.py makes one") from None
+    if known["quick"]:
+        raise UserError("a quick report is no source of figures for the docs: python report.py makes a whole one")
+    figures.rewrite(HERE, known["figures"])
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(prog="report.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
+    parser.add_argument("--quick", action="store_true", help="a first look: shorter trainings, fewer items")
+    parser.add_argument("--only", metavar="A,B", help="these steps, and what they need (all)")
+    parser.add_argument("--list", action="store_true", help="say what would run, and stop")
+    parser.add_argument("--page", action="store_true", help="run nothing: write the page from what there is")
+    parser.add_argument("--docs", action="store_true", help="run nothing: the report's figures into the docs")
+    parser.add_argument("--out", metavar="DIR", help="folder of the page (out/report, or out/report-quick)")
+    options = parser.parse_args(arguments)
+    out = options.out or ("out/report-quick" if options.quick else "out/report")
+    if options.docs:
+        return write_docs(out)
+    steps = make_steps(out, options.quick)
+    chosen = choose(steps, options.only)
+    if options.list:
+        for step in chosen:
+            why = reasons(step, read_record(out, step), out)
+            say(f"{step.name:<12}{why[0] if why else 'finished':<40}  {' && '.join(step.lines())}")
+        return
+    with locked(out):
+        records = {} if options.page else run_all(chosen, out)
+        write_page(out, steps, options.quick, find_explorer(out, options.quick))
+    say(f"open {os.path.join(out, 'index.html')}")
+    failed = [name for name, record in records.items() if record["error"]]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(records)} steps failed: {', '.join(failed)}. The page says why; the "
+                        "same command tries them again")
+
+
+if __name__ == "__main__":
+    run_script(main, stopped="stopped; finished steps are kept, and the same command goes on")

@@ -1,0 +1,334 @@
+"""The report: steps run once, go on after failures, and are run again for a reason; verdicts against known numbers;
+the page shows texts as texts; the docs have the figures that were measured."""
+import json
+import math
+import os
+import shutil
+import types
+
+import pytest
+
+import budget
+import figures
+import findings
+import report
+import steps
+from findings import FAILS, HOLDS, UNSURE, Claim, Section, Table
+from helpers import UserError
+from steps import Step
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+WORK = """
+import sys
+import part
+text = open("input").read() if "--read" in sys.argv else ""
+if "bad" in text:
+    sys.exit("work.py: the input is bad: mend it")
+open("runs", "a").write(" ".join(sys.argv[1:]) + "\\n")
+open(sys.argv[1], "w").write('{"result": "%s%s"}' % (text, part.NAME))
+"""
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A folder with a small program of two files, and its input."""
+    for name, text in (("work.py", WORK), ("part.py", "NAME = 'x'"), ("other.py", ""), ("input", "one")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(steps, "HERE", str(tmp_path))
+    return tmp_path
+
+
+def runs(world):
+    """What ran since the last time that this was asked."""
+    path = world / "runs"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.write_text("")
+    return lines
+
+
+LIST = [Step("first", (("work.py", "first.json", "--read"),), (), ("input",), ("first.json",), ("first.json",),
+             ("--fresh",)),
+        Step("second", (("work.py", "second.json"),), ("first",), ("first.json",), ("second.json",)),
+        Step("third", (("work.py", "third.json"),), (), (), ("third.json",))]
+
+
+def test_what_is_finished_is_not_run_again_and_a_change_costs_what_depends_on_it(world):
+    steps.run_all(LIST, "out")
+    assert runs(world) == ["first.json --read", "second.json", "third.json"]
+    steps.run_all(LIST, "out")
+    (world / "other.py").write_text("1")  # nobody imports it
+    steps.run_all(LIST, "out")
+    assert runs(world) == []
+    (world / "input").write_text("two")
+    steps.run_all(LIST, "out")
+    assert runs(world) == ["first.json --read --fresh", "second.json"]  # what was there is of another input
+    (world / "part.py").write_text("NAME = 'y'")  # code of all three
+    steps.run_all(LIST, "out")
+    assert runs(world) == ["first.json --read", "second.json", "third.json"]
+
+
+def test_a_lost_or_damaged_result_is_made_again_and_another_command_is_another_step(world):
+    steps.run_all(LIST, "out")
+    runs(world)
+    (world / "third.json").unlink()  # the program's own copy: the report has its own
+    steps.run_all(LIST, "out")
+    assert runs(world) == []
+    (world / "out/steps/third/third.json").write_text('{"result": "another"}')
+    (world / "out/steps/second/step.json").write_text("{")
+    steps.run_all(LIST, "out")
+    assert runs(world) == ["second.json", "third.json"]
+    steps.run_all([LIST[2]._replace(commands=(("work.py", "third.json", "--more"),))], "out")
+    assert runs(world) == ["third.json --more"]
+    (world / "first.json").write_text("{}")  # what later steps read was changed by hand
+    steps.run_all(LIST[:2], "out")
+    assert runs(world) == ["first.json --read"]
+
+
+def test_a_step_that_fails_says_so_and_the_others_go_on(world):
+    (world / "input").write_text("bad")
+    records = steps.run_all(LIST, "out")
+    assert records["first"]["error"] == "exit code 1: work.py: the input is bad: mend it"
+    assert records["second"]["error"] == "it needs first.json, which is not there: see first"
+    assert records["third"]["error"] is None and runs(world) == ["third.json"]
+    (world / "input").write_text("good")
+    assert not any(record["error"] for record in steps.run_all(LIST, "out").values())
+    assert runs(world) == ["first.json --read", "second.json"]
+
+
+def test_a_step_that_was_killed_is_run_again(world, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(steps, "run_command", stop)
+        steps.run_all(LIST, "out")
+    assert steps.reasons(LIST[0], steps.read_record("out", LIST[0]), "out") == ["it failed"]
+    steps.run_all(LIST, "out")
+    assert runs(world) == ["first.json --read", "second.json", "third.json"]  # not --fresh: it goes on
+
+
+def test_only_takes_what_a_step_needs(world):
+    assert [step.name for step in report.choose(LIST, "second")] == ["first", "second"]
+    assert [step.name for step in report.choose(LIST, None)] == ["first", "second", "third"]
+    with pytest.raises(UserError, match="did you mean 'third'"):
+        report.choose(LIST, "thrid")
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_file_that_a_step_reads_is_made_by_a_step_before_it(quick):
+    made = {"configs/tiny.py", "configs/tiny_gpt.py", "configs/tiny_plain.py"}
+    known = set()
+    for step in report.make_steps("out/report", quick):
+        assert set(step.needs) <= known and all(os.path.exists(os.path.join(ROOT, words[0])) for words in step.commands)
+        assert set(step.reads) <= made, step.name
+        made |= set(step.leaves)
+        known.add(step.name)
+    assert set(steps.code_of("train.py", ROOT)) >= {"train.py", "model.py", "dpb.py", "kernels.c", "helpers.py"}
+    assert not set(steps.code_of("noise.py", ROOT)) & {"report.py", "judge.py", "pareto.py"}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_step_is_a_command_that_its_program_understands(quick, monkeypatch):
+    import circuits
+    import pareto
+    import probe
+    import retrieve
+    import sae
+    parsers = {"circuits.py": circuits.parse, "pareto.py": pareto.parse, "sae.py": sae.parse,
+               "retrieve.py": retrieve.parse, "probe.py": lambda words: (
+                   probe.parse_truth(words[1:]) if words[0] == "truth" else probe.parse(words))}
+    import config
+    import eval as evaluation
+    parsers |= {"eval.py": evaluation.parse, "train.py": config.load}
+    monkeypatch.chdir(ROOT)
+    given = [words for step in report.make_steps("out/report", quick) for words in step.commands]
+    for script, *words in given:
+        if script in parsers:
+            parsers[script](words)
+    assert parsers.keys() - {"retrieve.py"} <= {words[0] for words in given}
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize("difference, wanted, expected", [
+    ([0.2, 0.1, 0.3], 1, HOLDS), ([0.2, 0.1, 0.3], -1, FAILS), ([-0.2, -0.3, -0.1], 1, FAILS),
+    ([-0.2, -0.3, -0.1], -1, HOLDS), ([0.2, -0.1, 0.3], 1, UNSURE), ([0.0, 0.0, 0.0], 1, UNSURE), (None, 1, UNSURE),
+    ([0.2, None, None], 1, UNSURE), ([math.nan] * 3, 1, UNSURE)])
+def test_a_verdict_is_what_the_interval_says(difference, wanted, expected):
+    claim = Claim("x", difference, wanted, "n = 9")
+    assert findings.verdict(difference, wanted) == expected == claim.verdict()
+    assert "n = 9" in claim.sentence() and claim.sentence().lower().startswith(("it " + expected, expected))
+
+
+def test_two_intervals_are_taken_at_their_worst():
+    assert findings.apart([3, 2, 4], [1, 0.5, 1.5]) == [2, 0.5, 3.5]
+    assert findings.verdict(findings.apart([3, 1, 4], [1, 0.5, 1.5])) == UNSURE
+    assert findings.apart(None, [1, 1, 1]) is None
+
+
+def test_words_on_edits_come_from_the_numbers():
+    def found(value):
+        row = {"task": "ioi", "own": "own, mlp", "run": "tiny_gpt", "source": "topk-mlp_in"}
+        return {"differences": [row | {"differences": {"1": [0, 0, 0], "8": value, "K": [0, 0, 0]}}], "effects": [],
+                "results": [{"task": "ioi", "n": 77}]}
+    for value, expected in (([0.3, 0.2, 0.4], HOLDS), ([-0.3, -0.4, -0.2], FAILS), ([0.0, -0.1, 0.1], UNSURE)):
+        (claim,) = findings.circuits(lambda step, file, value=value: found(value)).claims
+        assert claim.verdict() == expected and "77 pairs" in claim.control
+    assert findings.circuits(lambda step, file: None) is None
+
+
+def test_words_on_noise_and_single_features_come_from_the_numbers():
+    def row(run, measure, layer, value, kind="noise"):
+        return {"run": run, "kind": kind, "ratio": 0.1, "measure": measure, "layer": layer, "value": value}
+    rows = [row("tiny", "left", 3, [1.1, 1.0, 1.2]), row("tiny_gpt", "left", 3, [0.8, 0.7, 0.9]),
+            row("tiny", "passed", 1, [0.9, 0.8, 0.95]), row("tiny", "passed", 1, [0.9, 0.8, 0.95], "real")]
+    section = findings.noise(lambda step, file: {"rows": rows, "n": 5})
+    assert [claim.verdict() for claim in section.claims] == [FAILS, HOLDS, UNSURE]
+    truth = {"rows": [], "tokens": 9, "differences": [{"group": "kind", "difference": [0.2, 0.1, 0.3]}]}
+    assert [claim.verdict() for claim in findings.meaning(lambda step, file: truth).claims] == [HOLDS]
+
+
+# The price in tokens
+
+
+def test_the_price_of_a_power_law_is_found_exactly():
+    def loss(steps):
+        return 3 * steps ** -0.1
+    dense = {seed: [(steps, loss(steps)) for steps in (500, 1000, 2000)] for seed in range(3)}
+    parity = {seed: (3000, loss(1200)) for seed in range(3)}
+    found = budget.price(parity, dense, 0.0)
+    assert found["price"] == pytest.approx([2.5] * 3) and found["bounds"] == []
+    parity = {0: (3000, loss(1200)), 1: (3000, loss(1000)), 2: (3000, loss(1500))}
+    value, low, high = budget.price(parity, dense, 0.0)["price"]
+    assert value == pytest.approx((2.5 * 3 * 2) ** (1 / 3)) and low < value < high
+    assert math.log(high / value) == pytest.approx(math.log(value / low))
+    assert budget.price(parity, dense, 0.01)["price"][0] > value  # a worse loss is had for less
+
+
+def test_a_loss_outside_of_the_budgets_is_only_a_bound():
+    dense = {0: [(500, 2.0), (1000, 1.5)]}
+    for loss, needed, bound in ((1.4, 1000, "more"), (2.1, 500, "fewer"), (1.5, 1000, ""), (2.0, 500, "")):
+        found = budget.price({0: (2000, loss)}, dense, 0.0)
+        assert found["seeds"][0]["steps"] == pytest.approx(needed) and found["seeds"][0]["bound"] == bound
+        assert found["price"][1] is None  # one seed has no interval
+    section = findings.tokens(lambda step, file: {"rows": [], "paper": budget.PAPER, "results": [
+        {"tolerance": 0.0, "seeds": [1, 2, 3], "price": [2.0, 1.5, 2.6], "bounds": []},
+        {"tolerance": 0.01, "seeds": [1, 2, 3], "price": [2.0, 1.5, 2.6], "bounds": ["more"]}]})
+    assert [claim.verdict() for claim in section.claims] == [HOLDS, UNSURE]
+    assert "9.4 (small), 6.7 (large)" in section.tables[0].rows[1]
+
+
+def test_runs_of_a_budget_are_trained_once_and_others_are_reused(tmp_path, monkeypatch):
+    (tmp_path / "small.py").write_text(
+        "layers = 1; d = 32; heads = 1; context = 16; vocab_size = 2048; bits = (5, 8); active = (4, 6); "
+        "children = (16,); batch_tokens = 32; warmup_steps = 1; eval_tokens = 64; data = 'data'; device = 'cpu'")
+    (tmp_path / "dense.py").write_text("base = 'small.py'\nbottleneck = 'none'")
+    monkeypatch.chdir(tmp_path)
+    import data
+    import train
+    data.prepare_toy("data", tokens=3000)
+    trained = []
+
+    def run(command):  # as a process would, without waiting for torch
+        trained.append(command[-3])
+        return types.SimpleNamespace(returncode=train.main(command[2:]) or 0)
+    monkeypatch.setattr(budget.subprocess, "run", run)
+    command = ["--parity", "small.py", "--dense", "dense.py", "--steps", "6", "--budgets", "2,4", "--seeds", "1"]
+    budget.main(command)
+    first = json.loads((tmp_path / "out/budget/budget.json").read_text())
+    assert [(row["kind"], row["steps"]) for row in first["rows"]] == [("parity", 6), ("dense", 2), ("dense", 4)]
+    os.rename("out/budget/dense-4-0", "elsewhere")
+    budget.main([*command, "--reuse", "elsewhere"])
+    again = json.loads((tmp_path / "out/budget/budget.json").read_text())
+    assert [row["loss"] for row in again["rows"]] == [row["loss"] for row in first["rows"]]
+    assert len(trained) == 3
+
+
+# The page
+
+HOSTILE = ["<script>document.title = 'run'</script>", "</style><img src=x onerror=alert(1)>", "\"'&<b>", "{content}"]
+
+
+@pytest.fixture
+def page(world, monkeypatch):
+    """A page whose every text would like to be run, with a failed step."""
+    listed = [Step("dictionary", (("work.py", HOSTILE[0], HOSTILE[1]),), (), (), (HOSTILE[3],)), LIST[2]]
+    shutil.rmtree("out", ignore_errors=True)
+    (world / "work.py").write_text(f"import sys; sys.exit({HOSTILE[1]!r})")
+    (world / "third.json").write_text("{}")
+
+    def section(get):
+        claims = [Claim(text, [0.1, 0.05, 0.2], 1, text) for text in HOSTILE]
+        return Section(claims, [Table(HOSTILE[0], HOSTILE, [HOSTILE] * 2, HOSTILE[1])])
+    monkeypatch.setattr(report, "SECTIONS", [section] * len(findings.SECTIONS))
+    steps.run_all(listed, "out")
+    report.write_page("out", listed, True, "../tiny/features.html?a=\"b")
+    return world / "out" / "index.html"
+
+
+def test_texts_are_shown_as_texts_and_a_failure_is_in_the_page(page):
+    text = page.read_text()
+    assert "<script" not in text and "<img src=x" not in text and text.count("</style>") == 1
+    assert "&lt;script&gt;" in text and "failed: exit code 1" in text and "{content}" in text
+    assert "Not part of --quick" in text and 'href="../tiny/features.html?a=&quot;b"' in text
+    known = json.loads((page.parent / "report.json").read_text())
+    assert known["steps"]["dictionary"]["word"].startswith("failed: exit code 1")
+    assert {claim["verdict"] for claim in known["claims"]} == {HOLDS}
+
+
+def test_in_a_browser_the_page_has_no_error_fits_a_phone_and_fetches_nothing(page):
+    browser = pytest.importorskip("browser", reason="tests/browser.py is not here")
+    if browser.find_browser() is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium")
+    with browser.Browser(width=400, height=800) as opened:
+        for dark in (False, True):
+            opened.resize(400, 800, dark=dark)
+            opened.open(page.as_uri())
+            opened.wait("document.querySelectorAll('section').length > 5")
+            assert opened.run("document.documentElement.scrollWidth") <= 400
+            colours = opened.run("[getComputedStyle(document.body).color, getComputedStyle(document.body)."
+                                 "backgroundColor].map(text => text.match(/\\d+/g).slice(0, 3).map(Number))")
+            assert (sum(colours[0]) > sum(colours[1])) == dark
+        assert opened.run("document.title") == "ParityTransformer: report"
+        assert opened.problems == [] and all(url.startswith("file:") for url in opened.requests)
+
+
+def test_the_command_ends_with_a_sentence_when_steps_fail_and_writes_the_page(world, monkeypatch, capsys):
+    monkeypatch.setattr(report, "make_steps", lambda out, quick: LIST)
+    (world / "input").write_text("bad")
+    with pytest.raises(UserError, match="2 of 3 steps failed: first, second. The page says why"):
+        report.main([])
+    assert (world / "out/report/index.html").exists()
+    (world / "input").write_text("good")
+    report.main(["--only", "first"])
+    assert runs(world) == ["third.json", "first.json --read"]
+    report.main(["--list"])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-3:]] == [
+        ["first", "finished"], ["second", "it"], ["third", "finished"]]
+    with pytest.raises(UserError, match="holds no report"):
+        report.main(["--docs", "--out", "nowhere"])
+
+
+# The docs
+
+
+def test_the_docs_have_the_figures_that_were_measured():
+    assert figures.load(ROOT) and figures.missing(ROOT) == []
+
+
+def test_new_figures_are_written_into_the_docs_and_drift_is_noticed(tmp_path):
+    entry = {"file": "README.md", "text": "a loss of {:.2f}, and {:.1%} dead", "names": ["loss", "dead"],
+             "values": [1.5, 0.011]}
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "figures.json").write_text(json.dumps([entry]))
+    (tmp_path / "README.md").write_text("It has a loss of 1.50, and 1.1% dead ones.")
+    assert figures.missing(tmp_path) == []
+    assert figures.rewrite(tmp_path, {"loss": 1.257, "others": 3}) == [
+        ("README.md", "a loss of 1.50, and 1.1% dead", "a loss of 1.26, and 1.1% dead")]
+    assert (tmp_path / "README.md").read_text() == "It has a loss of 1.26, and 1.1% dead ones."
+    assert figures.missing(tmp_path) == [] and figures.load(tmp_path)[0]["values"] == [1.257, 0.011]
+    (tmp_path / "README.md").write_text("It has a loss of 1.20, and 1.1% dead ones.")
+    assert len(figures.missing(tmp_path)) == 1
+    with pytest.raises(UserError, match="mend either"):
+        figures.rewrite(tmp_path, {})
