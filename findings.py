@@ -4,7 +4,8 @@ A claim is a difference that the paper, or common sense, says is above 0 or belo
 
     holds                       all of the interval is on the claimed side
     does not hold               all of it is on the other side
-    cannot tell at this size    it has 0 in it, or there is none
+    cannot tell at this size    it has 0 in it, there is none, or it was drawn from fewer than six items: a coin gives
+                                five of one sign with more than 5%
 
 The differences are paired where the experiment's JSON has them so; else `apart` takes the two intervals at their worst.
 A figure of the paper stands beside ours where one is known, and nowhere else. A section is a function of `get(step,
@@ -15,6 +16,7 @@ import re
 from typing import NamedTuple
 
 HOLDS, FAILS, UNSURE = "holds", "does not hold", "cannot tell at this size"
+FEWEST = 6  # items of an interval
 
 
 class Claim(NamedTuple):
@@ -22,13 +24,13 @@ class Claim(NamedTuple):
     difference: list | None   # [value, low, high]
     wanted: int               # 1: above 0 is claimed, -1: below
     control: str              # what it is compared with, and on how many
+    items: float = math.inf   # that the interval was drawn over, where they may be few
 
     def verdict(self):
-        return verdict(self.difference, self.wanted)
+        return verdict(self.difference, self.wanted, self.items)
 
-    def sentence(self):
-        found = {HOLDS: "It holds", FAILS: "It does not hold", UNSURE: "Cannot tell at this size"}[self.verdict()]
-        return f"{found}: {spread(self.difference, '+')} ({self.control})."
+    def evidence(self):
+        return f"{spread(self.difference, '+')}: {self.control}"
 
 
 class Table(NamedTuple):
@@ -70,9 +72,9 @@ STEPS_OF = {"models": ("train", "train_gpt", "eval", "eval_gpt"), "sae": ("sae",
 # Verdicts
 
 
-def verdict(difference, wanted=1):
+def verdict(difference, wanted=1, items=math.inf):
     """Of [value, low, high], which is claimed to be above 0 (wanted = 1) or below (-1)."""
-    if difference is None or any(value is None or not math.isfinite(value) for value in difference):
+    if items < FEWEST or difference is None or any(v is None or not math.isfinite(v) for v in difference):
         return UNSURE
     low, high = sorted(wanted * value for value in difference[1:])
     return HOLDS if low > 0 else FAILS if high < 0 else UNSURE
@@ -155,7 +157,7 @@ def models(get):
             features.append([f"{name}, layer {layer}", *(f"{1 - level['fired']:.2%}" for level in row["levels"])])
             levels = len(row["levels"])
     import eval as evaluation  # for the paper's figures
-    paper = [[name, *(figure(value) for value in values)] for name, *values in evaluation.PAPER.values()]
+    paper = [[name, *(f"{value:g}" for value in values)] for name, *values in evaluation.PAPER.values()]
     tables = [Table("Here: the toy world's validation split", ("", "loss", "bits per byte", "with y = h", "with y = 0"),
                     losses, "y: what MLPs read in the parity model; h: what its bottlenecks are given."),
               Table("The toy world's questions: share answered right (with all MLPs silent)", ("", *kinds), answers),
@@ -234,10 +236,10 @@ def circuits(get):
         if (row["run"], row["source"]) == ("tiny_gpt", "topk-mlp_in"):
             claims.append(Claim(f"{row['task']}: eight edits of own features flip more answers than eight of an SAE's "
                                 "in the dense twin.", row["differences"].get("8"), 1,
-                                f"share flipped, own less topk, on the same {n} pairs"))
+                                f"share flipped, own less topk, on the same {n} pairs", n))
         if (row["run"], row["source"]) == ("tiny", "hash-mlp_in"):
             claims.append(Claim(f"{row['task']}: edits of own features flip more than those of the hash.",
-                                row["differences"].get("K"), 1, f"all K edits, own less hash, on the same {n} pairs"))
+                                row["differences"].get("K"), 1, f"K edits, own less hash, on the same {n} pairs", n))
     carry = [[row["task"], row["run"], row["site"], row["layer"], spread(row["e"], digits=2)]
              for row in found["effects"] if row["span"] == "last" and row["site"] != "block_out"]
     head = "task", "run", "component", "layer", "e"
@@ -259,7 +261,8 @@ def steering(get):
                         ("tiny_gpt: stream, " + wide, "the difference of means in the dense twin")):
         row = pick(found["differences"], one="tiny: own, " + wide, other=other)
         claims.append(Claim(f"Own features, chosen by contrast, steer better than {text}.", row and row["concept"], 1,
-                            f"share of the concept's words within the allowance of fluency; {n}"))
+                            f"share of the concept's words within the allowance of fluency; {n}",
+                            len(found["concepts"])))
     rows = [[f"{row['run']}: {row['source']}", "all" if len(row["layers"]) > 1 else row["layers"][0], row["way"],
              row["ratio"], spread(row["concept"]), spread(row["fluency"])] for row in found["rows"]]
     return Section(claims,

@@ -65,7 +65,7 @@ def make_steps(out, quick=False):
 
     budget = ("--steps", "800", "--budgets", "250,450", "--seeds", "2", "--out", f"{out}/budget")
     rival = "own,topk,hash,neurons,random"
-    few, concepts = ("--limit", "256"), "space,cooking,cars"
+    few, concepts = ("--limit", "256"), "space,cooking,cars,forest,magic,sport"
     found = [
         Step("data", (("data.py", "toy", "--out", "data/toy"),), leaves=DATA, seconds=30),
         training("train", "tiny", tiny, 95 if quick else 350),
@@ -86,7 +86,7 @@ def make_steps(out, quick=False):
         experiment("circuits", words("circuits.py", *runs, short=("--pairs", "40", "--choose", "20")), every, features,
                    ("circuits.json", "effects.png", "edits.png"), 50 if quick else 400),
         experiment("steering", words("pareto.py", *runs, short=(
-            "--concepts", concepts, "--prefix-count", "8", "--ratios", "0.1,0.3,0.7", "--fit", "20", "--tokens", "32")),
+            "--concepts", concepts, "--prefix-count", "6", "--ratios", "0.1,0.3,0.7", "--fit", "10", "--tokens", "24")),
             every, features, ("pareto.json", "pareto.png"), 60 if quick else 1020),
         experiment("noise", words("noise.py", *runs, short=("--tokens", "2048")), trained, models,
                    ("noise.json", "noise.png"), 10 if quick else 35),
@@ -223,7 +223,7 @@ def write_section(key, section, known, get):
         else:
             parts.append(f'<p class="soft small">{escape(name)}: {clock(seconds)}</p>')
     if section:
-        items = "".join(f"<li>{badge(claim.verdict())} {escape(claim.text)} <span class=soft>{escape(claim.sentence())}"
+        items = "".join(f"<li>{badge(claim.verdict())} {escape(claim.text)} <span class=soft>{escape(claim.evidence())}"
                         "</span></li>" for claim in section.claims)
         parts.append(f'<ul class="claims">{items}</ul>' if items else "")
         parts += map(write_table, section.tables)

@@ -158,7 +158,7 @@ def test_every_step_is_a_command_that_its_program_understands(quick, monkeypatch
 def test_a_verdict_is_what_the_interval_says(difference, wanted, expected):
     claim = Claim("x", difference, wanted, "n = 9")
     assert findings.verdict(difference, wanted) == expected == claim.verdict()
-    assert "n = 9" in claim.sentence() and claim.sentence().lower().startswith(("it " + expected, expected))
+    assert claim.evidence().endswith(": n = 9") and claim._replace(items=5).verdict() == UNSURE
 
 
 def test_two_intervals_are_taken_at_their_worst():
@@ -187,6 +187,20 @@ def test_words_on_noise_and_single_features_come_from_the_numbers():
     assert [claim.verdict() for claim in section.claims] == [FAILS, HOLDS, UNSURE]
     truth = {"rows": [], "tokens": 9, "differences": [{"group": "kind", "difference": [0.2, 0.1, 0.3]}]}
     assert [claim.verdict() for claim in findings.meaning(lambda step, file: truth).claims] == [HOLDS]
+
+
+def test_words_on_retrieval_come_from_the_numbers():
+    def row(signal, hits, model="tuned", kind="triggered"):
+        hits = [[[0, 0, 10 * value, 0, 0, 0]] * 4 for value in hits]
+        return {"model": model, "way": "token", "signal": signal, "layer": 1, "kind": kind, "hits": hits,
+                "precision": [[0.1, 0.0, 0.2]] * 6}
+    found = {"rows": [row("own", [0.8, 0.9, 0.7]), row("hash", [0.1, 0.2, 0.1]), row("h", [0.9, 1.0, 0.8]),
+                      row("own", [0.8, 0.7, 0.9], "untuned")], "repeats": 3,
+             "chosen": [{"way": "token", "signal": signal, "layer": 1} for signal in ("own", "hash", "h")],
+             "counts": [{"poisoned": 5, "clean": 95, "natural": 0}]}
+    section = findings.retrieval(lambda step, file: found)
+    assert [claim.verdict() for claim in section.claims] == [HOLDS, UNSURE, FAILS, UNSURE]  # TF-IDF is not there
+    assert "5.00%" in section.tables[0].title
 
 
 # The price in tokens
