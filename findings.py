@@ -11,6 +11,7 @@ The differences are paired where the experiment's JSON has them so; else `apart`
 A figure of the paper stands beside ours where one is known, and nowhere else. A section is a function of `get(step,
 file)`, the JSON of a result or None, and gives None where its step has no results.
 """
+import json
 import math
 import re
 from typing import NamedTuple
@@ -370,19 +371,27 @@ SECTIONS = (dictionary, models, tokens, speed, autoencoders, circuits, steering,
 
 
 def figures(get):
-    """{name: value} of what stands in the docs."""
+    """{name: value} of what stands in the docs: `run what`, as in "tiny loss" or "tiny own kind f1"."""
     found = {}
+    for name, step in (("tiny", "train"), ("tiny_gpt", "train_gpt")):
+        rows = [json.loads(line) for line in (get(step, "metrics.jsonl") or b"").splitlines() if b"val_loss" in line]
+        for key, value in rows[-1].items() if rows else ():
+            parts = {f" {level}": part for level, part in enumerate(value)} if isinstance(value, list) else {"": value}
+            found |= {f"{name} trained {key}{level}": part for level, part in parts.items()}
     for name, step in (("tiny", "eval"), ("tiny_gpt", "eval_gpt")):
-        content = get(step, "eval.json")
-        if content:
-            results = content["results"]
-            found |= {f"{name} loss": results["val"]["loss"], f"{name} bits per byte": results["val"]["bits_per_byte"]}
-            found |= {f"{name} {key}": results["features"][key] for key in ("loss_input", "loss_zero")
-                      if key in results["features"]}
+        results = (get(step, "eval.json") or {"results": {}})["results"]
+        for task, keys in (("val", ("loss", "bits_per_byte")), ("features", ("loss_input", "loss_zero"))):
+            found |= {f"{name} {task} {key}": results[task][key] for key in keys if key in results.get(task, {})}
     for step in ("sae", "sae_gpt"):
         for row in (get(step, "report-mlp_in.json") or {"rows": []})["rows"]:
             found[f"{row['run']} {row['source']} {row['layer']} fvu"] = row["fvu"][0]
+    means = {}
     for row in (get("truth", "truth.json") or {"rows": []})["rows"]:
-        name = f"{row['run']} {row['source']} {row['group']} f1"
-        found.setdefault(name, []).append(row["f1"])
-    return {name: sum(value) / len(value) if isinstance(value, list) else value for name, value in found.items()}
+        means.setdefault(f"{row['run']} {row['source']} {row['group']} f1", []).append(row["f1"])
+    rows = (get("noise", "noise.json") or {"rows": []})["rows"]
+    for row in rows:
+        last = row["measure"] in ("left", "change") and row["layer"] == max(other["layer"] or 0 for other in rows)
+        if last or row["measure"] == "passed":
+            name = f"{row['run']} {row['kind']} {row['ratio']:g} {row['measure']}"
+            means.setdefault(name, []).append(row["value"][0])
+    return found | {name: sum(values) / len(values) for name, values in means.items()}

@@ -50,8 +50,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,eval,sae,probe,circuits,pareto,noise,judge,retrieve,data,plot}.py --help  # says usage|python
-0 {ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
+0 {train,sample,eval,sae,probe,circuits,pareto,noise,judge,retrieve,report,data,plot}.py --help  # says usage|python
+0 {ngram,kloosterman,toyworld,bench,kernels,budget}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
 1 train.py small.py --out=new --vocab_size=1e7 --d=32768 --heads=1 --bottleneck=none
@@ -159,6 +159,16 @@ COMMANDS = r"""
 1 retrieve.py {x,all,query out/run}
 0 bench.py index --documents 99 --features 50 --top 8 --width 8 --queries 1 --out new.postings
 1 bench.py index --{documents=0,documents=x,top=0,budget=0,queries=0,out=/sys/x}
+0 report.py --list {--quick,--only tokens,--out new}  # says python
+0 report.py --list --only circuits,probe  # says python circuits.py
+0 report.py --page --out {new,{emoji}}  # says index.html
+1 report.py --only {x,{byte},'',{long}}  # says there is no step
+1 report.py --page --out {small.py,/sys/new,/proc/self/mem}
+1 report.py --docs {--out nowhere,--out data,--quick}  # says no report
+1 report.py {x,--quick=1,--only}
+1 budget.py --parity {nowhere,latin1.py,data,{byte},''}
+1 budget.py --parity small.py --dense {nowhere,{long}}
+1 budget.py --parity small.py --dense small.py --{budgets=1,budgets=x,seeds=0,seeds=x,steps=0,out=book.txt}
 0 sample.py out/run --top-features --index-tokens 256
 1 RANK=0:1:2 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64  # says evenly
 1 sample.py out/run --prompt-file {/proc/self/mem,latin1.txt,data,null}
