@@ -167,7 +167,7 @@ pre { background: var(--faint); border-radius: 6px; padding: 8px 12px; margin: 6
 .scroll { overflow-x: auto; } .scroll:focus-visible { outline: 2px solid var(--accent); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
 th, td { padding: 4px 12px 4px 0; text-align: left; vertical-align: baseline; border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: 600; font-size: 13px; } .figures td { white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; font-size: 13px; } .figures :is(th, td) { white-space: nowrap; }
 .verdict { font-weight: 600; white-space: nowrap; } .holds { color: var(--good); } .fails { color: var(--bad); }
 .unsure { color: var(--soft); }
 .problem { border: 1px solid var(--bad); color: var(--bad); border-radius: 6px; padding: 8px 12px; margin: 8px 0; }
@@ -215,13 +215,11 @@ def write_section(key, section, known, get):
     title, text = ABOUT[key]
     parts = [f'<section id="{key}"><h2>{escape(title)}</h2><p>{escape(text)}</p>']
     for name, state in known.items():
-        commands = "\n".join(state["record"].get("commands", state["commands"]))
-        seconds = state["record"].get("seconds")
-        parts.append(f"<pre><code>{escape(commands)}</code></pre>")
-        if state["word"] != "done":
-            parts.append(f'<p class="problem">{escape(name)}: {escape(state["word"])}</p>')
-        else:
-            parts.append(f'<p class="soft small">{escape(name)}: {clock(seconds)}</p>')
+        commands, record = "\n".join(state["commands"]), state["record"]
+        kind = "problem" if record.get("error") else "soft small"
+        took = f", {clock(record['seconds'])}" if record else ""
+        parts.append(f'<pre><code>{escape(commands)}</code></pre><p class="{kind}">{escape(name)}: '
+                     f'{escape(state["word"])}{took}</p>')
     if section:
         items = "".join(f"<li>{badge(claim.verdict())} {escape(claim.text)} <span class=soft>{escape(claim.evidence())}"
                         "</span></li>" for claim in section.claims)
@@ -249,9 +247,11 @@ def write_steps(known):
         f"<td>{escape(state['record'].get('commit') or '')}</td><td><code>"
         + escape(" && ".join(state["commands"])) + "</code></td></tr>" for name, state in known.items())
     total = sum(state["record"].get("seconds", 0) for state in known.values())
-    return (f'<section id="steps"><h2>Steps</h2><p>{clock(total)} in all, as each step took when it ran last.</p>'
-            '<div class="scroll" tabindex="0"><table><thead><tr><th>step</th><th>state</th><th>time</th><th>commit</th>'
-            f"<th>command</th></tr></thead><tbody>{rows}</tbody></table></div></section>")
+    busy = sum(state["record"].get("cpu_seconds", 0) for state in known.values())
+    head = "".join(f"<th>{name}</th>" for name in ("step", "state", "time", "commit", "command"))
+    return (f'<section id="steps"><h2>Steps</h2><p>{clock(total)} in all and {clock(busy)} of processor time, as each '
+            f'took when it ran last.</p><div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+            f"<tbody>{rows}</tbody></table></div></section>")
 
 
 def seeds_of(get):

@@ -171,6 +171,12 @@ def run_command(words, log, tick):
     return child.returncode
 
 
+def cpu_seconds():
+    """That ended children have taken: on a busy machine, less than the time that went by."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def last_line(path):
     with open(path, errors="replace") as file:
         lines = [line.strip() for line in file if line.strip()]
@@ -179,7 +185,7 @@ def last_line(path):
 
 def run_step(step, out, tick=lambda: None):
     """Run a step and write its record, which is given: with an error, or with its results."""
-    before, folder, began = read_record(out, step), folder_of(out, step), time.time()
+    before, folder, began, busy = read_record(out, step), folder_of(out, step), time.time(), cpu_seconds()
     given = commands_of(step, before)
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
@@ -189,7 +195,8 @@ def run_step(step, out, tick=lambda: None):
             shutil.copy2(path, folder)
         record = {"commands": step.lines(), "inputs": inputs, "error": error, "began": began,
                   "results": {os.path.basename(path): hash_file(path) for path in keeps},
-                  "leaves": {path: hash_file(path) for path in leaves}, "seconds": time.time() - began, **provenance()}
+                  "leaves": {path: hash_file(path) for path in leaves}, "seconds": time.time() - began,
+                  "cpu_seconds": cpu_seconds() - busy, **provenance()}
         write_json(os.path.join(folder, "step.json"), record, indent=1)
         return record
     inputs = before.get("inputs", {})  # until it ends well, what is there is of these
