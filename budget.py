@@ -1,7 +1,7 @@
 """How many tokens does a dense model need for the loss of a parity model? The price of the bottleneck, in tokens.
 
     python budget.py                                          configs/tiny.py against tiny_gpt.py, three seeds
-    python budget.py --budgets 1000,1500,2000 --seeds 3       what it trains: dense twins at these numbers of steps
+    python budget.py --budgets 1000,1400,1800 --seeds 3       what it trains: dense twins at these numbers of steps
 
 The paper's parity models see 9.4 times (small) and 6.7 times (large) the tokens of the dense ones that they are
 compared with, which stop at a loss within 1% of theirs. Here each dense twin has a whole schedule of its own, laid out
@@ -162,8 +162,8 @@ def main(arguments):
     parser.add_argument("--parity", default="configs/tiny.py", metavar="CONFIG", help="(configs/tiny.py)")
     parser.add_argument("--dense", default="configs/tiny_gpt.py", metavar="CONFIG", help="(configs/tiny_gpt.py)")
     parser.add_argument("--steps", type=whole_number, metavar="N", help="of the parity model (as its config has it)")
-    parser.add_argument("--budgets", type=numbers, default=[1000, 1500, 2000], metavar="A,B",
-                        help="steps of the dense ones (1000,1500,2000)")
+    parser.add_argument("--budgets", type=numbers, default=[1000, 1400, 1800], metavar="A,B",
+                        help="steps of the dense ones (1000,1400,1800)")
     parser.add_argument("--seeds", type=within(int, 1, 10), default=3, metavar="N", help="0 to N - 1 (3)")
     parser.add_argument("--reuse", nargs="+", default=[], metavar="RUN", help="finished runs to take where they fit")
     parser.add_argument("--fresh", action="store_true", help="train all but these anew")

@@ -26,7 +26,7 @@ import figures
 from findings import ABOUT, FAILS, HOLDS, SECTIONS, STEPS_OF, UNSURE
 from findings import figures as figures_of
 from helpers import UserError, locked, provenance, run_script, say, suggest, whole_file, write_json
-from steps import HERE, Step, clock, read_record, reasons, result_of, run_all, with_needs
+from steps import HERE, Step, clock, ended_by_signals, read_record, reasons, result_of, run_all, with_needs
 
 DATA = ("data/toy/*.bin", "data/toy/tokenizer.json")
 
@@ -77,7 +77,7 @@ def make_steps(out, quick=False):
         Step("tokens", (("budget.py", "--reuse", tiny, dense, *(budget if quick else ())),), trained,
              (*models, "configs/tiny.py", "configs/tiny_plain.py", "configs/tiny_gpt.py"),
              tuple(f"{out if quick else 'out'}/budget/budget.{kind}" for kind in ("json", "png")), (), ("--fresh",),
-             220 if quick else 2000),
+             220 if quick else 1840),
         Step("speed", (words("bench.py", "--rows", "tiny", "--variants", "dense,parity,topk", "--json",
                              f"{out}/speed.json", short=("--repeats", "1")),), (), (), (f"{out}/speed.json",),
              seconds=20 if quick else 60),
@@ -96,7 +96,7 @@ def make_steps(out, quick=False):
                    features, ("truth.json", "truth.png"), 40 if quick else 200)]
     if not quick:
         found.append(experiment("retrieve", ("retrieve.py", "all", tiny), ("train",), models[:-1],
-                                ("retrieve/retrieve.json", "retrieve/retrieve.png"), 900, ("--fresh",)))
+                                ("retrieve/retrieve.json", "retrieve/retrieve.png"), 1200, ("--fresh",)))
     return found
 
 
@@ -341,7 +341,7 @@ def main(arguments):
             why = reasons(step, read_record(out, step), out)
             say(f"{step.name:<12}{why[0] if why else 'finished':<40}  {' && '.join(step.lines())}")
         return
-    with locked(out):
+    with locked(out), ended_by_signals():
         records = {} if options.page else run_all(chosen, out)
         write_page(out, steps, options.quick, find_explorer(out, options.quick))
     say(f"open {os.path.join(out, 'index.html')}")

@@ -21,6 +21,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -151,6 +152,18 @@ def commands_of(step, record):
     """As they are given now: the first with the words of `again`, where it must not take what is there as done."""
     first, *others = step.commands
     return [(*first, *step.again) if step.again and is_reused(step, record) else first, *others]
+
+
+@contextlib.contextmanager
+def ended_by_signals():
+    """SIGTERM is as Ctrl-C, so that no child outlives this process."""
+    def stop(number, frame):
+        raise KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_command(words, log, tick):

@@ -4,6 +4,9 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
+import time
 import types
 
 import pytest
@@ -105,6 +108,25 @@ def test_a_step_that_was_killed_is_run_again(world, monkeypatch):
     assert steps.reasons(LIST[0], steps.read_record("out", LIST[0]), "out") == ["it failed"]
     steps.run_all(LIST, "out")
     assert runs(world) == ["first.json --read", "second.json", "third.json"]  # not --fresh: it goes on
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_a_killed_report_leaves_no_process_behind(world):
+    (world / "work.py").write_text("import os, time; open('pid.tmp', 'w').write(str(os.getpid())); "
+                                   "os.rename('pid.tmp', 'pid'); time.sleep(60)")
+    program = ("import report, steps, test_report; steps.HERE = '.'; "
+               "report.make_steps = lambda *_: test_report.LIST[2:]; report.main([])")
+    path = os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])
+    child = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path},
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (world / "pid").exists():
+        assert child.poll() is None
+        time.sleep(0.05)
+    child.terminate()
+    child.wait(20)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((world / "pid").read_text()), 0)
+    assert steps.read_record("out/report", LIST[2])["error"] == "it was stopped before its end"
 
 
 def test_only_takes_what_a_step_needs(world):
