@@ -19,14 +19,13 @@ import contextlib
 import html
 import json
 import os
-import platform
 import time
 
 import figures
 from findings import ABOUT, FAILS, HOLDS, SECTIONS, STEPS_OF, UNSURE
 from findings import figures as figures_of
 from helpers import UserError, locked, provenance, run_script, say, suggest, whole_file, write_json
-from steps import HERE, Step, clock, ended_by_signals, read_record, reasons, result_of, run_all, with_needs
+from steps import HERE, Step, clock, ended_by_signals, machine, read_record, reasons, result_of, run_all, with_needs
 
 DATA = ("data/toy/*.bin", "data/toy/tokenizer.json")
 
@@ -120,19 +119,8 @@ def reader(steps, out):
     return get
 
 
-def machine():
-    """What it ran on."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
-    memory = ""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2 ** 30:.0f} GiB"
-    return f"{name}, {os.cpu_count()} cores{memory}, {platform.system()}"
-
-
 def states(steps, out):
-    """Of each step: its record, and a word on it."""
+    """Of each step: its record, a word on it, and its command lines."""
     found = {}
     for step in steps:
         record = read_record(out, step)
@@ -143,7 +131,7 @@ def states(steps, out):
             word = f"failed: {record['error']}"
         else:
             word = f"done, but since then: {', '.join(why[:3])}" if why else "done"
-        found[step.name] = {"record": record, "word": word}
+        found[step.name] = {"record": record, "word": word, "commands": step.lines()}
     return found
 
 
@@ -261,18 +249,26 @@ def seeds_of(get):
     return sorted(found) + ([f"seeds 0 to {budget['options']['seeds'] - 1} of the token budgets"] if budget else [])
 
 
+def write_body(sections, known, get):
+    parts = []
+    for key, section in sections.items():
+        own = {name: known[name] for name in STEPS_OF.get(key, (key,)) if name in known}
+        parts.append(write_section(key, section, own, get) if own else
+                     f'<section id="{key}"><h2>{escape(ABOUT[key][0])}</h2><p>Not part of --quick.</p></section>')
+    return "".join(parts)
+
+
+def about_machine(known):
+    """Where the steps ran, and what wrote the page."""
+    machines = sorted({state["record"]["machine"] for state in known.values() if "machine" in state["record"]})
+    return provenance() | {"machine": " and ".join(machines) or machine(),
+                           "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
+
+
 def write_page(out, steps, quick, explorer):
     """index.html and report.json."""
     get, known = reader(steps, out), states(steps, out)
-    for step in steps:
-        known[step.name]["commands"] = step.lines()
-    sections = {key: make(get) for key, make in zip(ABOUT, SECTIONS)}
-    uses = {key: STEPS_OF.get(key, (key,)) for key in ABOUT}
-    about = provenance() | {"machine": machine(), "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
-    body = "".join(write_section(key, section, {name: known[name] for name in uses[key] if name in known}, get)
-                   if any(name in known for name in uses[key]) else
-                   f'<section id="{key}"><h2>{escape(ABOUT[key][0])}</h2><p>Not part of --quick.</p></section>'
-                   for key, section in sections.items())
+    sections, about = {key: make(get) for key, make in zip(ABOUT, SECTIONS)}, about_machine(known)
     link = f'<p><a href="{escape(explorer)}">The features, one by one</a>: the page of view.py.</p>' if explorer else ""
     first = "A first look: short trainings, few items. " if quick else ""
     lines = [about["machine"], f"commit {about['commit']}, torch {about['torch']}, Python {about['python']}",
@@ -280,7 +276,7 @@ def write_page(out, steps, quick, explorer):
     content = (f"<h1>ParityTransformer: what holds{' at first look' * quick}</h1><p>{first}Every experiment of the "
                "paper on a toy world whose truth is known: it shows whether a pipeline finds what is there, and is no "
                f'evidence about language.</p><p class="soft small">{"<br>".join(map(escape, lines))}</p>{link}'
-               f"{write_summary(sections)}{body}{write_steps(known)}")
+               f"{write_summary(sections)}{write_body(sections, known, get)}{write_steps(known)}")
     with whole_file(os.path.join(out, "index.html")) as file:
         file.write(PAGE.format(style=STYLE, content=content))
     claims = [{"section": key, "claim": claim.text, "verdict": claim.verdict(), "difference": claim.difference,
@@ -289,7 +285,6 @@ def write_page(out, steps, quick, explorer):
         "claims": claims, "figures": figures_of(get), "quick": quick, "steps": {
             name: {"word": state["word"], "seconds": state["record"].get("seconds"), "commands": state["commands"]}
             for name, state in known.items()}, **about}, indent=1)
-    return known
 
 
 # The command

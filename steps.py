@@ -19,6 +19,7 @@ import glob
 import hashlib
 import math
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -105,6 +106,18 @@ def missing_inputs(step):
 
 
 # Records
+
+
+@functools.cache
+def machine():
+    """What it ran on."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
+    memory = ""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2 ** 30:.0f} GiB"
+    return f"{name}, {os.cpu_count()} cores{memory}, {platform.system()}"
 
 
 def folder_of(out, step):
@@ -209,7 +222,7 @@ def run_step(step, out, tick=lambda: None):
         record = {"commands": step.lines(), "inputs": inputs, "error": error, "began": began,
                   "results": {os.path.basename(path): hash_file(path) for path in keeps},
                   "leaves": {path: hash_file(path) for path in leaves}, "seconds": time.time() - began,
-                  "cpu_seconds": cpu_seconds() - busy, **provenance()}
+                  "cpu_seconds": cpu_seconds() - busy, "machine": machine(), **provenance()}
         write_json(os.path.join(folder, "step.json"), record, indent=1)
         return record
     inputs = before.get("inputs", {})  # until it ends well, what is there is of these
