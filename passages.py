@@ -1,7 +1,7 @@
 """Texts as sparse vectors: what a model makes of the tokens of a passage, pooled.
 
     vectors = read_passages(run, documents, signals, layers, shapes)      {(signal, layer, Shape): Vectors}
-    scores = cosines(queries, corpus, idf=True, top=64)                   (Q, documents), the best passage of each
+    scores = cosines(queries, corpus, width, idf=True, top=64)            (Q, documents), the best passage of each
 
 A signal is what of the activations before an MLP counts: `h`, the activations themselves, or the unfolded features of a
 source (own, an SAE, hash, neurons). All signals are taken of one pass over the model, which sees a document from its
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from dpb import unfold
-from helpers import progress
+from helpers import UserError, progress
 from postings import Builder, idf_of, open_postings
 from probing import device_of
 from sources import read_activations
 from tokenizer import encode
 
-MOST = 256     # entries of a passage that are ever kept
+MOST = 256     # entries of a passage that are ever kept, of wide activations, too
 BATCH = 2 ** 13  # tokens of a forward pass
 
 
@@ -101,8 +101,8 @@ def strongest(passages, ids, strength, n, width, top):
     rows, keys, largest = keys[order] // width, keys[order] % width, largest[order]
     rank = torch.arange(len(rows), device=rows.device)
     rank -= torch.searchsorted(rows, torch.arange(n, device=rows.device))[rows]
-    kept, width = rank < top, min(top, int(rank.max()) + 1 if len(rank) else 1)
-    features, values = torch.zeros(n, width, dtype=torch.int32), torch.zeros(n, width)
+    kept, columns = rank < top, min(top, int(rank.max()) + 1 if len(rank) else 1)
+    features, values = torch.zeros(n, columns, dtype=torch.int32), torch.zeros(n, columns)
     where = rows[kept].cpu(), rank[kept].cpu()
     features[where], values[where] = keys[kept].int().cpu(), largest[kept].cpu()
     return features.numpy(), as_half(values)
@@ -127,7 +127,7 @@ def cut(length, shape, query):
 def read_passages(run, texts, signals, layers, shapes, queries=False, what="reading"):
     """{(signal, layer, shape): Vectors} of texts, arrays of tokens that each begin with an end-of-text.
 
-    signals: {name: Source, or None for h}, all at the site of the first source.  shapes: a list of Shape, or of each
+    signals: {name: Source, or None for h}, all of one site.  shapes: a list of Shape, or of each
     signal, {name: [Shape]}.
     """
     device = run.model.embedding.weight.device
@@ -136,8 +136,10 @@ def read_passages(run, texts, signals, layers, shapes, queries=False, what="read
         by_length.setdefault(len(tokens), []).append(number)
     wanted = shapes if isinstance(shapes, dict) else dict.fromkeys(signals, shapes)
     found = {(name, layer, shape): [] for name in signals for layer in layers for shape in wanted[name]}
-    site = next((signal.site for signal in signals.values() if signal), "mlp_in")
-    done = 0
+    sites = {signal.site for signal in signals.values() if signal} or {"mlp_in"}
+    if len(sites) > 1:
+        raise UserError(f"these features are of several sites, {', '.join(sorted(sites))}: compare those of one")
+    (site,), done = sites, 0
     for length, numbers in sorted(by_length.items()):
         size = max(1, BATCH // length)
         for group in (numbers[i : i + size] for i in range(0, len(numbers), size)):
@@ -188,7 +190,7 @@ def count_tokens(texts):
 # Scores
 
 
-def cosines(queries, corpus, width, idf=True, top=MOST):
+def cosines(queries, corpus, width, idf=True, top=None):
     """The cosine of each query (a passage each) with the best passage of each document: (Q, documents) float32."""
     features, values = corpus.features[:, :top], corpus.values[:, :top].astype(np.float32)
     counts = np.bincount(features[values != 0], minlength=width)
