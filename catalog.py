@@ -9,10 +9,11 @@
 Everything is an array over unfolded features (dpb.unfold: id i with coefficient above 0, i + m below), so that a layer
 of 32,768 features takes seconds; memory is that of the index and a few times that of one layer.
 
-Labels are those of labels.py. A feature's is the one with the best F1 in every other window of the text, and what counts
-is its F1 in the rest; beside it stands that of the feature of the hash control which is best for that label, chosen and
-tested in the same way. (truth.py has the sharper test, on unseen words, of the features that are best for some label.)
-Purity is the share of a feature's label among the 20 strongest of its tokens that could have one of its group.
+Labels are those of labels.py, as far as they have 100 tokens in either half of the windows. A feature's is the one with
+the best F1 in every other window of the text, and what counts is its F1 in the rest; beside it stands that of the
+feature of the hash control which is best for that label, chosen and tested in the same way. (truth.py has the sharper
+test, on unseen words, of the features that are best for some label.) Purity is the share of a feature's label among the
+20 strongest of its tokens that could have one of its group.
 """
 from typing import NamedTuple
 
@@ -27,10 +28,11 @@ from truth import TOP as PURE
 
 BLOCK = 128                   # features of a piece of data: what a page loads to show one of them
 BINS = 24                     # of a histogram of strengths
-BEFORE, AFTER = 14, 7         # tokens of a context
+BEFORE, AFTER = 12, 5         # tokens of a context
 STRONGEST, BANDS, EACH = 10, 5, 2  # contexts: the strongest, then some from each fifth of the firings
 ALLIES, RELATIVES = 10, 8     # features that fire with it; parents, and children
 NONE = 2 ** 32 - 1            # no position
+FEW = 100                     # tokens with a label, in either half of the windows: fewer fit some feature by chance
 
 
 class Layer(NamedTuple):
@@ -93,7 +95,7 @@ def f1(found, fires, positives):
     return 2 * found / np.maximum(fires + positives, 1) * (positives > 0)
 
 
-def names_of(layer, groups, context):
+def names_of(layer, groups, context, few=FEW):
     """Of every feature, (2m,) each: the number of its label among all of the groups', -1 for none; its F1, precision
     and recall in the windows that did not choose it; its purity. And of every label the best feature's F1, (labels,):
     chosen in the even windows, tested in the odd ones."""
@@ -104,8 +106,9 @@ def names_of(layer, groups, context):
     control, base = [], 0
     for group in groups:
         found, fires, positives = fits(layer, ids, group, ~odd)
-        chosen = f1(found, fires[:, None], positives)  # (2m, labels)
         tested, fired, there = fits(layer, ids, group, odd)
+        enough = np.minimum(positives, there) >= few
+        chosen = f1(found, fires[:, None], positives) * enough  # (2m, labels)
         champion, every = chosen.argmax(0), np.arange(len(group.labels))
         control.append(f1(tested[champion, every], fired[champion], there))
         number = chosen.argmax(1)
@@ -297,6 +300,12 @@ class Past:
         return torch.cat([past, torch.stack([k, v])], dim=3)
 
 
+def next_logits(model, tokens, past, arguments):
+    """After tokens (n,) with their pasts: (n, V)."""
+    x = model.hidden(tokens[:, None], cache=past, **arguments)[:, 0]
+    return F.linear(x, model.embedding.weight).float().cpu()
+
+
 @torch.no_grad()
 def effects(run, source, tokens, features, positions, windows=32):
     """What `features.effect` says, of many features: how much each raises the logit of every next token where it is
@@ -306,10 +315,10 @@ def effects(run, source, tokens, features, positions, windows=32):
     computed anew, after the keys and values of those before it; tokens at the same place of their window share a pass.
     """
     model, context = run.model, run.config.context
-    device, weight, size = model.embedding.weight.device, model.embedding.weight, run.encoding.n_vocab
+    device, size = model.embedding.weight.device, run.encoding.n_vocab
     feature, slot = np.nonzero(positions != NONE)
     at = positions[feature, slot].astype(np.int64)
-    change, divergence = torch.zeros(len(features), len(weight)), torch.zeros(len(features))
+    change, divergence = torch.zeros(len(features), len(model.embedding.weight)), torch.zeros(len(features))
     progress, done = Progress(len(at), 0), 0
     for first in range(0, int(at.max(initial=0)) // context + 1, windows):
         inside = np.flatnonzero((at >= first * context) & (at < (first + windows) * context))
@@ -322,11 +331,8 @@ def effects(run, source, tokens, features, positions, windows=32):
             row = torch.from_numpy(at[pairs] // context - first).to(device)
             known = torch.from_numpy(features[feature[pairs]]).to(device)
 
-            def logits(arguments, row=row, place=int(place)):
-                x = model.hidden(rows[row, place][:, None], cache=Past(cache, row, place), **arguments)[:, 0]
-                return F.linear(x, weight).float().cpu()
-
-            with_it, without = logits({}), logits(source.edited(without_feature(known)))
+            with_it, without = (next_logits(model, rows[row, place], Past(cache, row, int(place)), arguments)
+                                for arguments in ({}, source.edited(without_feature(known))))
             owner = torch.from_numpy(feature[pairs])
             change.index_add_(0, owner, with_it - without)
             p, q = (part[:, :size].log_softmax(-1) for part in (with_it, without))

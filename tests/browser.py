@@ -1,4 +1,4 @@
-"""Chromium without a screen, by its DevTools protocol over a pipe: all that the tests of the page and docs/shoot.py need.
+"""Chromium without a screen, by its DevTools protocol over a pipe: all that tests of the page and docs/shoot.py need.
 
     with Browser() as browser:
         browser.open("file:///.../features.html")
@@ -67,17 +67,20 @@ class Browser:
 
     # The protocol
 
-    def call(self, method, patience=60, **parameters):
-        """The result of a method; what comes before it is taken note of."""
+    def send(self, method, **parameters):
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:
             message["sessionId"] = self.session
         os.write(self.write_end, json.dumps(message).encode() + b"\0")
-        until = time.monotonic() + patience
+        return self.number
+
+    def call(self, method, patience=60, **parameters):
+        """The result of a method; what comes before it is taken note of."""
+        number, until = self.send(method, **parameters), time.monotonic() + patience
         while True:
             message = self.receive(until)
-            if message.get("id") == self.number:
+            if message.get("id") == number:
                 if "error" in message:
                     raise RuntimeError(f"{method}: {message['error']['message']}")
                 return message["result"]
@@ -106,9 +109,7 @@ class Browser:
             self.requests.append(given["request"]["url"])
         elif method == "Page.javascriptDialogOpening":
             self.problems.append(f"a dialog: {given['message']}")
-            self.number += 1
-            os.write(self.write_end, json.dumps({"id": self.number, "method": "Page.handleJavaScriptDialog",
-                                                 "params": {"accept": False}, "sessionId": self.session}).encode() + b"\0")
+            self.send("Page.handleJavaScriptDialog", accept=False)
 
     # The page
 
@@ -116,7 +117,8 @@ class Browser:
         self.call("Page.navigate", url=address)
 
     def resize(self, width, height, dark=None, scale=1):
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale,
+                  mobile=False)
         if dark is not None:
             self.call("Emulation.setEmulatedMedia",
                       features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
@@ -136,7 +138,8 @@ class Browser:
                 if value := self.run(expression):
                     return value
             if time.monotonic() > until:
-                raise TimeoutError(f"never true: {expression}\n{self.problems}\n{self.run('document.body.innerText')[:2000]}")
+                page = self.run("document.body.innerText")[:2000]
+                raise TimeoutError(f"never true: {expression}\n{self.problems}\n{page}")
             time.sleep(0.01)
 
     def text(self, selector):
