@@ -73,11 +73,9 @@ function editRow(edit, changed) {
 
 function nextTable(tokens) {
   const most = Math.max(...tokens.flatMap(([, before, after]) => [before, after]), 1e-9);
-  return table([
-    ["next token", "text"], "unedited", "edited", ["unedited above, edited below", "text"]
-  ], tokens.map(([token, before, after]) =>
-    el("tr", { "data-token": token }, cell(tokenPiece(token), "text"), cell(percent(before)), cell(percent(
-      after)),
+  return table([["next token", "text"], "unedited", "edited", ["grey is unedited", "text small"]],
+    tokens.map(([token, before, after]) => el("tr", { "data-token": token },
+      cell(tokenPiece(token), "text"), cell(percent(before)), cell(percent(after)),
       cell([meter(before / most, "ghost"), meter(after / most)], "grow"))), "full");
 }
 

@@ -60,8 +60,8 @@ class Chunks:
     The folder is filled under another name and takes the place of the old one when it is whole: `finish`.
     """
 
-    def __init__(self, folder, key, most=MOST):
-        self.folder, self.key, self.most, self.size, self.inside = folder, key, most, 0, {}
+    def __init__(self, folder, key):
+        self.folder, self.key, self.size, self.inside = folder, key, 0, {}
         self.fresh = f"{folder}.tmp"
         shutil.rmtree(self.fresh, ignore_errors=True)
 
@@ -72,7 +72,7 @@ class Chunks:
             self.write(name, text)
             return
         self.inside[name] = text
-        if self.size > self.most:
+        if self.size > MOST:
             os.makedirs(self.fresh)
             for earlier in self.inside.items():
                 self.write(*earlier)
@@ -196,9 +196,9 @@ def sri(text):
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def write_all(path, about, facts, most=MOST):
+def write_all(path, about, facts):
     """The pieces, then the page."""
-    chunks = Chunks(path.removesuffix(".html"), about["key"], most)
+    chunks = Chunks(path.removesuffix(".html"), about["key"])
     levels = list(write_chunks(chunks, facts))
     each = [windows_each(np.diff(facts.index.offsets[[2 * facts.index.m * n, 2 * facts.index.m * (n + 1)]])[0],
                          facts.index.tokens, facts.context) for n in range(len(facts.index.layers))]

@@ -88,7 +88,7 @@ const again =
 const SIGNS = { "\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡" };
 const UNSEEN =
   /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb]/gu;
-const HALF = /[\ud800-\udfff]/u; // with the u flag: only halves that stand alone
+const HALF = /[\udc80-\udcff]/u, OTHER = /[\ud800-\udc7f\udd00-\udfff]/u; // with the u flag: only halves that stand alone
 
 function visible(text) {
   return text.replace(UNSEEN, c => SIGNS[c] || (c < " " ? String.fromCharCode(0x2400 + c.charCodeAt(0)) :
@@ -110,7 +110,7 @@ function textsOf(tokens) { // what is shown for each, and whether it is out of t
   let pending = [];
   return Array.from(tokens, token => {
     const text = tokenText(token);
-    if (token === about.end || !HALF.test(text)) {
+    if (token === about.end || !HALF.test(text) || OTHER.test(text)) {
       pending = [];
       return { text: visible(text), odd: token === about.end };
     }

@@ -597,12 +597,12 @@ function reader(tokens, codes, breaks, start, onchoose) {
             span.title = ""; });
           tint.replaceChildren("No tint."); } }, "clear"));
   }
-  async function select(at) {
+  async function select(at, scroll = true) {
     at = Math.max(0, Math.min(tokens.length - 1, at));
     spans[chosen]?.classList.remove("here");
     chosen = at;
     spans[at].classList.add("here");
-    spans[at].scrollIntoView({ block: "nearest" });
+    if (scroll) spans[at].scrollIntoView({ block: "nearest" });
     const columns = await Promise.all(about.layers.map(async layer => [layer, await codes(layer, at)]));
     if (chosen !== at) return;
     const boxes = columns.map(([layer, found]) => layerBox(layer, found, paint));
@@ -616,7 +616,7 @@ function reader(tokens, codes, breaks, start, onchoose) {
     span.addEventListener("click", () => select(at));
   });
   reader.step = by => select(chosen + by);
-  queueMicrotask(() => select(start));
+  queueMicrotask(() => select(start, Boolean(breaks)));
   return el("div", {}, el("div", { class: "tokens document", id: "document" }, spans), tint, panel);
 }
 

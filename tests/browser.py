@@ -135,7 +135,7 @@ class Browser:
         until = time.monotonic() + seconds
         while True:
             with contextlib.suppress(RuntimeError):  # between two pages there is none to ask
-                if value := self.run(expression):
+                if value := self.run(f"(value => value instanceof Node || value)({expression})"):
                     return value
             if time.monotonic() > until:
                 page = self.run("document.body.innerText")[:2000]
