@@ -137,18 +137,21 @@ class Live:
         (ups, up), (downs, down) = change.topk(8), (-change).topk(8)
         return {"ups": up.tolist(), "up": ups.tolist(), "downs": down.tolist(), "down": downs.tolist()}
 
+    def steering(self, given):
+        """(Changes, concept, alpha) that a request asks for."""
+        concept = text_in(given, "concept")
+        if concept and not (is_toy(self.run.encoding) and concept in TOPICS):
+            raise UserError(f"there is no concept {concept!r} in the toy world")
+        return changes_in(given, self.source), concept, number(given, "alpha", -100, 100, 1.0)
+
     def arguments(self, given, make=True):
         """(arguments of an edited forward pass, the concept's vector): without `make`, a vector that is not known yet
         is left out."""
-        changes, concept = changes_in(given, self.source), text_in(given, "concept")
-        alpha, vector = number(given, "alpha", -100, 100, 1.0), None
-        if concept:
-            if not is_toy(self.run.encoding) or concept not in TOPICS:
-                raise UserError(f"there is no concept {concept!r} in the toy world")
-            if make and concept not in self.vectors:
-                watched = self.run._replace(model=Watched(self.run.model, self.stopping))
-                self.vectors[concept] = contrast(watched, self.source, concept, *toy_texts(concept))
-            vector = self.vectors.get(concept)
+        changes, concept, alpha = self.steering(given)
+        if make and concept and concept not in self.vectors:
+            watched = self.run._replace(model=Watched(self.run.model, self.stopping))
+            self.vectors[concept] = contrast(watched, self.source, concept, *toy_texts(concept))
+        vector = self.vectors.get(concept)
 
         def edit(layer, code):
             code = change_features(changes, layer, code)
@@ -176,13 +179,11 @@ class Live:
     def generate(self, given, write):
         """Write {side, text} as both texts grow: 0 unedited, 1 edited."""
         tokens, count = prompt_tokens(self.run, text_in(given, "text")), number(given, "tokens", 1, 1024, 60, int)
-        settings = self.settings(given)
-        changes_in(given, self.source)  # what is wrong is said before anything is sent
+        settings, (_, concept, _) = self.settings(given), self.steering(given)  # what is wrong is said first
         if not self.busy.acquire(blocking=False):
             raise Refused(409, "another text is being written: stop it, or wait for it")
         try:
             self.stopping.clear()
-            concept = text_in(given, "concept")
             if concept and concept not in self.vectors:
                 write({"status": f"fitting the vector of {concept}, once: about half a minute on a CPU"})
             edited, _ = self.arguments(given)
@@ -217,7 +218,7 @@ class Live:
 
 def python_lines(live, given):
     """What a user would write to get the edited text."""
-    changes, concept, settings = changes_in(given, live.source), text_in(given, "concept"), live.settings(given)
+    (changes, concept, alpha), settings = live.steering(given), live.settings(given)
     names = ["Change", "change_features"] * bool(changes) + ["add_features", "contrast", "toy_texts"] * bool(concept)
     names = sorted([*names, "text_of"], key=lambda name: (name[0].islower(), name))
     opened = "".join(f", {value!r}" for value in (live.option, live.site)[: 2 if live.site else live.option != "own"])
@@ -230,7 +231,7 @@ def python_lines(live, given):
         code = "change_features(changes, layer, code)"
     if concept:
         lines += [f"vector = contrast(run, source, {concept!r}, *toy_texts({concept!r}))"]
-        code = f"add_features(vector, {number(given, 'alpha', -100, 100, 1.0)!r}, layer, {code})"
+        code = f"add_features(vector, {alpha!r}, layer, {code})"
     edited = f",\n                            **source.edited(lambda layer, code: {code})" if code != "code" else ""
     return "\n".join([*lines, f"prompt = prompt_tokens(run, {text_in(given, 'text')!r})",
                       f"tokens = run.model.generate(prompt, {number(given, 'tokens', 1, 1024, 60, int)}, "
@@ -360,11 +361,19 @@ class Server(ThreadingHTTPServer):
     daemon_threads, allow_reuse_address = True, True
 
     def __init__(self, live, port):
-        self.live, self.open = live, threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.live, self.connections, self.counting = live, 0, threading.Lock()
         super().__init__(("127.0.0.1", port), Handler)
 
+    def count(self, step):
+        """Whether there is room for it."""
+        with self.counting:
+            if self.connections + step > MOST_CONNECTIONS:
+                return False
+            self.connections += step
+            return True
+
     def process_request(self, request, client):
-        if self.open.acquire(blocking=False):
+        if self.count(1):
             super().process_request(request, client)
         else:
             self.shutdown_request(request)
@@ -373,7 +382,7 @@ class Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client)
         finally:
-            self.open.release()
+            self.count(-1)
 
     def handle_error(self, request, client):
         pass  # a client who left in the middle
