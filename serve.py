@@ -102,9 +102,9 @@ def changes_in(given, source):
 class Live:
     """A model, a source of features, and the one text that may be in the making."""
 
-    def __init__(self, run, source, path, index_tokens, option="own", site=None):
-        self.run, self.source, self.path, self.index_tokens = run, source, path, index_tokens
-        self.option, self.site = option, site
+    def __init__(self, run, source, path, options):
+        """path: of the page.  options: those of view.py."""
+        self.run, self.source, self.path, self.options = run, source, path, options
         self.busy, self.stopping, self.vectors, self.index = threading.Lock(), threading.Event(), {}, None
         self.asking = threading.Lock()  # of the index, which is read once
 
@@ -126,7 +126,7 @@ class Live:
         layer, index, sign = parse_feature(text_in(given, "feature"), self.source)
         with self.asking:
             if self.index is None:
-                self.index = open_index(self.run, self.source, self.index_tokens, say)
+                self.index = open_index(self.run, self.source, self.options.index_tokens, say)
         known, tokens = self.index
         positions, coefs = known.firings(layer, index, sign)
         if not len(positions):
@@ -221,9 +221,10 @@ def python_lines(live, given):
     (changes, concept, alpha), settings = live.steering(given), live.settings(given)
     names = ["Change", "change_features"] * bool(changes) + ["add_features", "contrast", "toy_texts"] * bool(concept)
     names = sorted([*names, "text_of"], key=lambda name: (name[0].islower(), name))
-    opened = "".join(f", {value!r}" for value in (live.option, live.site)[: 2 if live.site else live.option != "own"])
+    option, site = live.options.source, live.options.site
+    opened = "".join(f", {value!r}" for value in (option, site)[: 2 if site else option != "own"])
     lines = ["from checkpoint import open_run", "from features import prompt_tokens", "from sources import open_source",
-             f"from steer import {', '.join(names)}", "", f"run = open_run({os.path.dirname(live.run.path)!r})",
+             f"from steer import {', '.join(names)}", "", f"run = open_run({live.options.run!r})",
              f"source = open_source(run{opened})"]
     code = "code"
     if changes:

@@ -63,7 +63,8 @@ def own_losses(run, scorer, tokens, weights):
     folder = os.path.dirname(run.path)
     with contextlib.suppress(UserError):
         content = read_json(os.path.join(folder, "eval.json"), "")
-        if content["checkpoint"]["weights"] == weights and "features" in content["results"]:
+        same = (content.get("checkpoint") or {}).get("weights") == weights
+        if same and "features" in content["results"]:
             return content["results"]["features"]
     say("measuring the loss with y = h and with y = 0, once")
     result = evaluation.features(scorer, run, tokens, None)
@@ -160,7 +161,7 @@ def describe_run(run, source, index, tokens, options):
     config = run.config
     return {
         "title": f"{name_of(run)}: features" + ("" if source.kind == "own" else f" of {source.name}"),
-        "run": os.path.dirname(run.path), "checkpoint": os.path.basename(run.path), "step": run.content["step"],
+        "run": options.run, "checkpoint": run.path, "step": run.content["step"],
         "source": source.name, "kind": source.kind, "site": source.site, "option": options.source,
         "toy": is_toy(run.encoding), "data": config.data, "parameters": run.model.count_parameters(),
         "shape": {key: getattr(config, key) for key in ("layers", "d", "heads", "context", "bottleneck")},
@@ -229,7 +230,7 @@ def main(arguments):
     with locked(f"{path.removesuffix('.html')}.lock", ""):  # the run itself may be in training
         build(run, source, path, options)
     if options.serve:
-        serve(Live(run, source, path, options.index_tokens, options.source, options.site), options.port)
+        serve(Live(run, source, path, options), options.port)
     else:
         say(f"open {os.path.abspath(path)} in a browser; it needs no network. --serve adds the live parts")
 

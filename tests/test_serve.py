@@ -29,9 +29,10 @@ from tokenizer import END
 def server(tmp_path_factory):
     """A run with random weights, its page, and a server in a thread."""
     folder = make_run(tmp_path_factory.mktemp("serve"))
-    view.main([folder, "--index-tokens", str(TOKENS), "--device", "cpu", "--effects", "10"])
+    arguments = [folder, "--index-tokens", str(TOKENS), "--device", "cpu", "--effects", "10"]
+    view.main(arguments)
     run = open_run(folder)
-    live = serve.Live(run, open_source(run), f"{folder}/features.html", TOKENS)
+    live = serve.Live(run, open_source(run), f"{folder}/features.html", view.parse(arguments))
     with serve.open_server(live, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
