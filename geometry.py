@@ -118,6 +118,7 @@ def draw(rows, path):
     axes.set_xscale("log", base=2)
     axes.set_xticks([row["d"] for row in rows], [str(row["d"]) for row in rows])
     axes.set_xlabel("width d of a model with random weights")
+    axes.set_ylabel("share: absorbed, or of features")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8)

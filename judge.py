@@ -344,6 +344,10 @@ class Asked:
         whole = [f"{prefix}{text.partition(END)[0]}" for prefix, text in pairs]
         return [concept_question(concept.name, text) for text in whole] + [fluency_question(text) for text in whole]
 
+    def try_key(self, text):
+        """One question, so that a wrong key or model ends a run now, and not after hours of writing texts."""
+        self.judge.ask([fluency_question(text)])
+
     def try_out(self, questions):
         """A sentence if none of the first replies has a rating: the rest would be paid for in vain."""
         replies = self.judge.ask(questions[:AT_ONCE])

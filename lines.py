@@ -2,7 +2,7 @@
 
     lines = list(lines_of(run, open_sources(run, ["topk"])))
     writer = Writer({name: run}, {name: sources}, prefixes, options, "texts.jsonl")
-    record = writer.steered(lines[0], concept, 0)              {alphas, texts}, written or as they were kept
+    record = writer.steered(lines[0], concept)                 {alphas, texts}, written or as they were kept
 
 A line is a source of features (own, hash, SAEs, or the residual stream itself), the layers that it is used at, and how
 the vector is made: contrast, fitted, or either of features drawn by lot. alpha is chosen so that what is added has a

@@ -49,9 +49,12 @@ class Columns(NamedTuple):
     @classmethod
     def of(cls, rows, columns, values, n, m):
         """Of entries in any order; those of one place are added up."""
-        keys, place = np.unique(columns.astype(np.int64) * n + rows, return_inverse=True)
-        values = np.bincount(place, weights=values, minlength=len(keys))
-        columns, rows = np.divmod(keys, n)
+        keys = columns.astype(np.int64) * n + rows
+        order = np.argsort(keys)  # several times faster than np.unique with an inverse
+        keys = keys[order]
+        first = np.flatnonzero(np.diff(keys, prepend=-1))
+        values = np.add.reduceat(values[order], first, dtype=float) if len(first) else np.zeros(0)
+        columns, rows = np.divmod(keys[first], n)
         return cls(rows, columns, values, np.searchsorted(columns, np.arange(m + 1)), n)
 
     @property
@@ -78,12 +81,13 @@ class Columns(NamedTuple):
         """Some of its rows, in this order, each at most once."""
         place = np.full(self.n, -1)
         place[rows] = np.arange(len(rows))
-        keep = place[self.rows] >= 0
-        columns = self.columns[keep]
-        new = place[self.rows[keep]]
-        order = np.lexsort((new, columns))
-        return Columns(new[order], columns[order], self.values[keep][order],
-                       np.searchsorted(columns, np.arange(self.m + 1)), len(rows))
+        new = place[self.rows]
+        keep = new >= 0
+        new, columns, values = new[keep], self.columns[keep], self.values[keep]
+        if (np.diff(rows) < 0).any():  # else they are sorted as they are
+            order = np.lexsort((new, columns))
+            new, columns, values = new[order], columns[order], values[order]
+        return Columns(new, columns, values, np.searchsorted(columns, np.arange(self.m + 1)), len(rows))
 
 
 # Logistic regression
@@ -253,12 +257,17 @@ def scr_score(original, changed, clean):
     return np.where(room < 0.001, 0.0, (changed - original) / np.where(room < 0.001, 1.0, room))
 
 
-def tpp_score(clean, patched):
-    """The mean over ablated classes. clean: (c, ...) accuracies; patched: (c ablated, c, ...)."""
+def tpp_parts(clean, patched):
+    """What each class's texts lose by its own features, less the mean of what they lose by those of others: (c, ...).
+    clean: (c, ...) accuracies; patched: (c ablated, c, ...)."""
     drop = clean[None] - patched
-    own = np.einsum("aa...->a...", drop)
-    others = (drop.sum(1) - own) / (len(drop) - 1)
-    return (own - others).mean(0)
+    own = np.einsum("cc...->c...", drop)
+    return own - (drop.sum(0) - own) / (len(drop) - 1)
+
+
+def tpp_score(clean, patched):
+    """The mean over classes: that over what is ablated is the same."""
+    return tpp_parts(clean, patched).mean(0)
 
 
 # Absorption

@@ -129,12 +129,13 @@ def print_rows(rows, ratios):
 
 
 def draw(rows, layer, ratios, path):
-    """What is left by layer at one ratio, what bottlenecks pass on, and what it does to predictions."""
+    """What is left and what it has become, by layer; what bottlenecks pass on, and predictions, by ratio."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, passed, kl) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure, panels = plt.subplots(1, 4, figsize=(16, 4), layout="constrained")
+    left, change, passed, kl = panels
     names, middle = list(dict.fromkeys(row["run"] for row in rows)), ratios[len(ratios) // 2]
 
     def plot(axes, x, values, name, kind):
@@ -147,15 +148,17 @@ def draw(rows, layer, ratios, path):
             own = {(row["measure"], row["ratio"], row["layer"]): row["value"] for row in rows
                    if (row["run"], row["kind"]) == (name, kind)}
             layers = sorted(number for measure, ratio, number in own if (measure, ratio) == ("change", middle))
-            plot(left, layers, [own["change", middle, number] for number in layers], name, kind)
+            plot(left, layers, [own["left", middle, number] for number in layers], name, kind)
+            plot(change, layers, [own["change", middle, number] for number in layers], name, kind)
             plot(passed, ratios, [own["passed", ratio, layer + 1] for ratio in ratios], name, kind)
             plot(kl, ratios, [own["kl", ratio, None] for ratio in ratios], name, kind)
-    left.set(title=f"change of the stream, r = {middle:g}", xlabel="after layer", ylabel="|x' - x| / |e|")
-    left.set_xticks(layers)
+    left.set(title=f"left of e, r = {middle:g}", xlabel="after layer", ylabel="<x' - x, e> / |e|²", xticks=layers)
+    change.set(title=f"change of the stream, r = {middle:g}", xlabel="after layer", ylabel="|x' - x| / |e|",
+               xticks=layers)
     passed.set(title=f"passed on to the MLP of layer {layer + 1}", xlabel="r", xscale="log",
                ylabel="change of y over change of h")
     kl.set(title="change of predictions", xlabel="r", ylabel="nats per token", xscale="log", yscale="log")
-    for axes in (left, passed, kl):
+    for axes in panels:
         axes.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path, dpi=110)

@@ -2,7 +2,7 @@
 
     python pareto.py out/tiny --against out/tiny_gpt                          the toy world, all of it
     python pareto.py out/small_2l --against out/gpt_small --prefixes FILE --judge openai:gpt-4o-mini --dry-run
-    python pareto.py out/web --against out/web_gpt --judge run:out/other      offline: likelihood under another model
+    python pareto.py out/text --against out/text_gpt --judge run:out/other    offline: likelihood under another model
 
 For each concept a vector of features is made from texts with it and texts without it (steer.py), in two ways: contrast,
 the paper's (difference of mean activations, the k largest, unit length), and fitted (the same features, with weights
@@ -92,8 +92,9 @@ def ellipse(values):
 
 def choose(scores, least):
     """The number of the alpha with most of the concept among those that are fluent enough; -1 if none is. scores:
-    (ratios, 2)."""
-    allowed = [number for number, (_, fluency) in enumerate(scores) if fluency >= least]
+    (ratios, 2); what is missing is not chosen."""
+    allowed = [number for number, (concept, fluency) in enumerate(scores)
+               if fluency >= least and not np.isnan(concept)]
     return max(allowed, key=lambda number: scores[number][0], default=-1)
 
 
@@ -144,34 +145,58 @@ def ask_all(judge, concepts, prefixes, found, base):
     judge.judge.ask(questions)
 
 
+def edge_of(lines):
+    """{(line, number of a ratio)} on the frontier of all lines."""
+    points = {(line, number): mean(values[:, number], (0, 1)) for line, values in lines.items()
+              for number in range(values.shape[1])}
+    return {list(points)[place] for place in frontier([tuple(point) for point in points.values()])}
+
+
+def curve_of(values, records, ratios):
+    """A row for each ratio. values: (concepts, ratios, prefixes, 2); records: of each concept."""
+    return [{"ratio": ratio, "alpha": float(np.mean([record["alphas"][number] for record in records])),
+             "concept": interval(mean(values[:, number, :, 0], 1)),
+             "fluency": interval(mean(values[:, number, :, 1], 1)),
+             "missing": int(np.isnan(values[:, number]).sum())} for number, ratio in enumerate(ratios)]
+
+
+def about_another(judge, concepts, prefixes, texts):
+    """How much there is of the next concept in the texts for each, on the prefixes that chose nothing: (concepts,)."""
+    asked = [list(zip(prefixes, of_concept))[1::2] for of_concept in texts]
+    return [mean(np.array(judge.score(other, pairs), float)[:, 0])
+            for other, pairs in zip(concepts[1:] + concepts[:1], asked)] if len(concepts) > 1 else []
+
+
+def differences_of(tested):
+    """Each line less the controls of its run, and own features less other lines. tested: {line: (concepts,)}."""
+    return [{"one": str(one), "other": str(two), "concept": interval(tested[one] - tested[two])}
+            for one, two in itertools.permutations(tested, 2) if one.is_beside(two) and not one.is_control()
+            and (one.run == two.run and two.is_control() or one.source == "own" and not two.is_control())]
+
+
 def summarise(judge, concepts, prefixes, found, base, scores, ratios):
-    """A row for each line: its curve, and what it reaches within the allowance. And differences: each line less the
-    controls of its run, own features less other lines."""
-    points = [(line, number) for line in scores.lines for number in range(len(ratios))]
-    edge = frontier([tuple(mean(scores.lines[line][:, number], (0, 1))) for line, number in points])
-    edge = {points[number] for number in edge}
-    rows, tested = [], {}
+    """A row for each line, with its curve and what it reaches within the allowance; and differences between lines."""
+    edge, rows, tested = edge_of(scores.lines), [], {}
     for line, of_line in scores.lines.items():
         (one, values), (each, values_each) = best_of(judge, of_line, scores.unsteered(line.run))
-        tested[line], other = values[:, 0], []
-        for number in range(len(concepts) if len(concepts) > 1 else 0):  # of the next concept, in texts for this one
-            texts = base[line.run, 0][0] if one < 0 else found[line][number]["texts"][one]
-            asked = judge.score(concepts[(number + 1) % len(concepts)], list(zip(prefixes, texts))[1::2])
-            other.append(mean(np.array(asked, float)[:, 0]))
-        curve = [{"ratio": ratio, "alpha": float(np.mean([record["alphas"][number] for record in found[line]])),
-                  "concept": interval(mean(of_line[:, number, :, 0], 1)), "frontier": (line, number) in edge,
-                  "fluency": interval(mean(of_line[:, number, :, 1], 1)),
-                  "missing": int(np.isnan(of_line[:, number]).sum())} for number, ratio in enumerate(ratios)]
+        curve = curve_of(of_line, found[line], ratios)
+        for number, point in enumerate(curve):
+            point["frontier"] = (line, number) in edge
+        texts = [base[line.run, 0][0] if one < 0 else record["texts"][one] for record in found[line]]
         rows.append({**line._asdict(), "curve": curve, "chosen": one, "ratio": 0.0 if one < 0 else ratios[one],
                      "end": {-1: "none is fluent enough", len(ratios) - 1: "the last ratio"}.get(one),
                      "alpha": 0.0 if one < 0 else curve[one]["alpha"], "n": len(concepts) * (len(prefixes) // 2),
-                     "concept": interval(values[:, 0]), "fluency": interval(values[:, 1]), "other": interval(other),
+                     "concept": interval(values[:, 0]), "fluency": interval(values[:, 1]),
+                     "other": interval(about_another(judge, concepts, prefixes, texts)),
                      "each": {"ratios": [0.0 if number < 0 else ratios[number] for number in each],
                               "concept": interval(values_each[:, 0]), "fluency": interval(values_each[:, 1])}})
-    differences = [{"one": str(one), "other": str(two), "concept": interval(tested[one] - tested[two])}
-                   for one, two in itertools.permutations(tested, 2) if one.is_beside(two) and not one.is_control()
-                   and (one.run == two.run and two.is_control() or one.source == "own" and not two.is_control())]
-    return rows, differences
+        tested[line] = values[:, 0]
+    return rows, differences_of(tested)
+
+
+def unsteered_rows(scores):
+    return [{"run": run, "seed": seed, "concept": interval(mean(values[..., 0], (1, 2))),
+             "fluency": float(mean(values[..., 1]))} for (run, seed), values in scores.base.items()]
 
 
 # On the screen and on paper
@@ -189,20 +214,20 @@ def natural_share(judge, concepts):
                      for concept in concepts])
 
 
-def print_rows(judge, rows, scores, concepts, natural):
+def print_rows(judge, rows, unsteered, concepts, natural):
     def show(values, width=24):
         return "{:.3f} [{:.3f}, {:.3f}]".format(*values).rjust(width)
 
-    say(f"judge: {judge.name}. Concept: {judge.scales[0]}; fluency: {judge.scales[1]}. {len(concepts)} concepts, "
-        f"n = {rows[0]['n']} texts a line; [95% of draws over concepts]")
     def another(row):
         return f"{row['other'][0]:.3f}" if len(concepts) > 1 else "-"
 
+    say(f"judge: {judge.name}. Concept: {judge.scales[0]}; fluency: {judge.scales[1]}. {len(concepts)} concepts, "
+        f"n = {rows[0]['n']} texts a line; [95% of draws over concepts]")
     if natural:
         say(f"the texts that vectors are made from: concept {show(natural, 0)}")
-    for (run, seed), values in scores.base.items():
-        say(f"{run}, unsteered{', another seed' * seed}: concept {show(interval(mean(values[..., 0], (1, 2))), 0)}, "
-            f"fluency {mean(values[..., 1]):.3f}")
+    for row in unsteered:
+        say(f"{row['run']}, unsteered{', another seed' * row['seed']}: concept {show(row['concept'], 0)}, fluency "
+            f"{row['fluency']:.3f}")
     say(f"{'':<48}{'ratio':>6}{'alpha':>8}{'concept':>24}{'fluency':>24}{'another':>9}{'an alpha each: concept':>25}"
         f"{'fluency':>9}")
     for row in rows:
@@ -220,12 +245,16 @@ def print_differences(differences):
 
 def side_by_side(rows, found, base, concepts, prefixes):
     """For each concept the first of the prefixes that chose nothing, unsteered and steered: by the line of each run, no
-    control, that had most of the concept at its alpha. [(concept, [(title, text), ...])]"""
+    control, that had most of the concept at its alpha; nothing of a run of which none is fluent enough.
+    [(concept, [(title, text), ...])]"""
     best = {}
     for row in rows:
         if not line_of(row).is_control() and row["chosen"] >= 0:
             score = row["curve"][row["chosen"]]["concept"][0]
             best[row["run"]] = max(best.get(row["run"], (-1.0, None)), (score, row), key=lambda pair: pair[0])
+    if not best:
+        say("no line is fluent enough at any alpha: there are no texts to show side by side")
+        return
     for number, concept in enumerate(concepts):
         texts = []
         for run, (_, row) in best.items():
@@ -246,7 +275,7 @@ def print_texts(shown, width, colour):
 
 def draw(judge, scores, ratios, natural, path):
     """Fluency against concept, a panel for each way and place; controls are grey. A point is labelled with its ratio
-    where it is away from the unsteered one."""
+    where it is away from the unsteered one, and no other label is in its place."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -255,7 +284,7 @@ def draw(judge, scores, ratios, natural, path):
     names = list(dict.fromkeys((line.run, line.source) for line in scores.lines if not line.is_control()))
     colours = {name: f"C{(0, 1, 2, 3, 4, 5, 6, 8, 9)[number % 9]}" for number, name in enumerate(names)}
     figure, panels = plt.subplots(2, 2, figsize=(13, 10), layout="constrained", sharex=True, sharey=True)
-    handles = {}
+    handles, labels = {}, []
     for axes, (wide, way) in zip(panels.flat, itertools.product((True, False), ("contrast", "fitted"))):
         points = []
         for line, values in scores.lines.items():
@@ -270,8 +299,7 @@ def draw(judge, scores, ratios, natural, path):
                 linestyle="--" if line.source == "hash" else ":" if control else "-", zorder=2 if control else 3)
             for number, ratio in enumerate(() if control else ratios):
                 if curve[1 + number][0] > curve[0][0] + 0.01 or curve[1 + number][1] < curve[0][1] - 0.05:
-                    axes.annotate(f"{ratio:g}", curve[1 + number], fontsize=7, color=colour, xytext=(3, 3),
-                                  textcoords="offset points")
+                    labels.append((axes, tuple(curve[1 + number]), f"{ratio:g}", colour))
                 draw_ellipse(axes, ellipse(mean(values[:, number], 1)), colour)
         edge = [points[number] for number in frontier(points)]
         if edge:
@@ -289,9 +317,22 @@ def draw(judge, scores, ratios, natural, path):
         axes.set_xlabel(judge.scales[0])
     for axes in panels[:, 0]:
         axes.set_ylabel(judge.scales[1])
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=9, title_fontsize=9,
+                  title="at the points: the ratio of what is added to what it is added to; shaded: 95% over concepts")
+    figure.draw_without_rendering()  # axes have their size and range only now
+    draw_labels(labels)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_labels(labels, width=18, height=10):
+    """[(axes, point, text, colour)], but for those that an earlier one would be covered by: so many pixels."""
+    taken = []
+    for axes, point, text, colour in labels:
+        x, y = axes.transData.transform(point)
+        if not any(other is axes and abs(x - left) < width and abs(y - low) < height for other, left, low in taken):
+            taken.append((axes, x, y))
+            axes.annotate(text, point, fontsize=7, color=colour, xytext=(3, 3), textcoords="offset points")
 
 
 def draw_ellipse(axes, shape, colour):
@@ -329,7 +370,7 @@ def tell_cost(judge, lines, runs, concepts, options):
     texts, unsteered = len(lines) * len(concepts) * len(options.ratios) * options.prefix_count, (
         2 * len(runs) * len(options.ratios) * options.prefix_count)
     again = len(lines) * len(concepts) * (options.prefix_count // 2)  # about another concept, at the chosen alpha
-    calls = 2 * texts + again + unsteered * (len(concepts) + 1)
+    calls = 2 * texts + again + unsteered * (len(concepts) + 1) + 1  # the first is to try the key
     example = cost_of(judge.questions(concepts[0], [("", "x" * 6 * (options.tokens + PREFIX_WORDS))]))  # two questions
     say(f"{judge.name} at {judge.judge.url} would get {calls:,} questions on {texts + unsteered:,} texts, about "
         f"{example.tokens_in * calls // 2:,} tokens in and at most {example.tokens_out * calls // 2:,} out; answers in "
@@ -440,14 +481,16 @@ def main(arguments):
         return tell_cost(judge, lines, runs, concepts, options)
     say(f"{len(lines)} lines, {len(concepts)} concepts, {len(options.ratios)} alphas, {len(prefixes)} prefixes: "
         f"{len(lines) * len(concepts) * len(options.ratios) * len(prefixes):,} texts of {options.tokens} tokens")
+    if isinstance(judge, Asked):
+        judge.try_key(prefixes[0])
     writer = Writer(runs, sources, prefixes, options, os.path.join(home, "pareto_texts.jsonl"))
     found, base = write_all(writer, lines, concepts)
     if isinstance(judge, Asked):
         ask_all(judge, concepts, prefixes, found, base)
     scores = score_all(judge, concepts, prefixes, found, base)
     rows, differences = summarise(judge, concepts, prefixes, found, base, scores, options.ratios)
-    natural = natural_share(judge, concepts)
-    print_rows(judge, rows, scores, concepts, natural)
+    unsteered, natural = unsteered_rows(scores), natural_share(judge, concepts)
+    print_rows(judge, rows, unsteered, concepts, natural)
     print_differences(differences)
     shown = list(side_by_side(rows, found, base, concepts, prefixes))
     for text in print_texts(shown[:1], min(150, shutil.get_terminal_size((130, 24)).columns), sys.stdout.isatty()):
@@ -457,13 +500,11 @@ def main(arguments):
     with whole_file(os.path.join(home, "pareto.jsonl")) as file:
         for row in rows_of_texts(found, base, concepts, prefixes, scores, options.ratios):
             print(json.dumps(row), file=file)
-    about = {"weights": writer.weights, "configs": {name: vars(run.config) for name, run in runs.items()},
-             "options": vars(options), "judge": judge.name, "prefixes": prefixes,
-             "concepts": [concept.name for concept in concepts], **provenance()}
-    unsteered = [{"run": run, "seed": seed, "concept": interval(mean(values[..., 0], (1, 2))),
-                  "fluency": float(mean(values[..., 1]))} for (run, seed), values in scores.base.items()]
-    write_json(os.path.join(home, "pareto.json"),
-               {"rows": rows, "unsteered": unsteered, "natural": natural, "differences": differences} | about, indent=1)
+    write_json(os.path.join(home, "pareto.json"), {
+        "rows": rows, "unsteered": unsteered, "natural": natural, "differences": differences,
+        "weights": writer.weights, "configs": {name: vars(run.config) for name, run in runs.items()},
+        "options": vars(options), "judge": judge.name, "prefixes": prefixes,
+        "concepts": [concept.name for concept in concepts], **provenance()}, indent=1)
     draw(judge, scores, options.ratios, natural, os.path.join(home, "pareto.png"))
     say(f"written to {home}: pareto.json, pareto.jsonl (a row a text), pareto.txt (side by side), pareto.png")
 

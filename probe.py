@@ -30,6 +30,10 @@ fixed: they are all that the toy world has, and the interval is no statement abo
 """
 import argparse
 import concurrent.futures
+import contextlib
+import functools
+import glob
+import hashlib
 import os
 import time
 
@@ -41,7 +45,20 @@ import probing
 import truth
 from autoencoder import VARIANTS
 from checkpoint import name_of, open_runs, weights_hash
-from helpers import UserError, provenance, run_script, say, suggest, whole_number, within, write_json
+from helpers import (
+    Records,
+    UserError,
+    check_writable,
+    checksum,
+    progress,
+    provenance,
+    run_script,
+    say,
+    suggest,
+    whole_number,
+    within,
+    write_json,
+)
 from judge import cost_of, open_judge
 from labels import groups_of
 from model import PATCH_SITES
@@ -51,7 +68,7 @@ from steer import text_of
 from toyworld import is_toy
 
 COLUMNS = ("probe 1", "probe 5", "interpret", "scr", "tpp", "absorption kind", "absorption kind scaled",
-           "absorption topic", "absorption letter", "absorption letter scaled")
+           "absorption topic", "absorption topic scaled", "absorption letter", "absorption letter scaled")
 KNOWN = ("own", "hash", "neurons", "random", *VARIANTS)
 TITLES = {"own": "parity", "topk": "TopK", "batchtopk": "BatchTopK", "jumprelu": "JumpReLU", "matryoshka": "Matryoshka"}
 WINDOW_TOKENS = 2 ** 15  # of the validation split, that features are explained on
@@ -61,14 +78,14 @@ WINDOW_TOKENS = 2 ** 15  # of the validation split, that features are explained 
 
 
 def make_tasks(run, options):
-    """What is asked of a run with this tokenizer."""
+    """What is asked of a run with this tokenizer: Tasks that are read one after another."""
     if bool(options.positive) != bool(options.negative):
         raise UserError("two classes of text need both --positive DIR and --negative DIR")
     if options.positive:
         texts = [probe_tasks.folder_task(options.positive, options.negative)]
         return probe_tasks.text_tasks(run.encoding, run.config.context, texts, options.seed, words=False)
     if is_toy(run.encoding) and not options.texts:
-        return probe_tasks.toy_tasks(run.encoding, run.config.context, options.seed, correlation=options.correlation)
+        return [probe_tasks.toy_tasks(run.encoding, run.config.context, options.seed, correlation=options.correlation)]
     texts = list(probe_tasks.sae_probes())
     if options.texts:
         texts.insert(0, probe_tasks.ag_news(options.texts))
@@ -78,28 +95,28 @@ def make_tasks(run, options):
     return probe_tasks.text_tasks(run.encoding, run.config.context, texts, options.seed)
 
 
-def measure_run(run, sources, tasks, windows, options, judge):
-    """A row for each source, layer and measure. The activations are read here, once."""
-    layers = sorted({layer for source in sources for layer in source.layers} & set(options.layers))
-    site = sources[0].site
-    read = probing.read_texts(run, [] if options.dry_run else tasks.texts, site, layers)
+def explainer(run, windows, site, layers, options, judge):
+    """A function (source, layer) -> Found: features explained on windows of tokens, which are read here."""
     views = probing.read_texts(run, [Text(tuple(row), 0) for row in windows.tolist()], site, layers)
-    probes, folds = {}, {}
-    for layer in () if options.dry_run else layers:
-        probes[layer] = probing.fit_probes(read.means[layer], tasks)
-        folds[layer] = [list(probing.fold_words(read.means[layer], words)) for words in tasks.words]
     groups = groups_of(run.encoding, windows)
     names = [text_of(run.encoding, [token]).strip() for token in range(run.encoding.n_vocab)]
 
-    def work(pair):
-        source, layer = pair
-        found = {"interpret": probing.measure_interpret(source, layer, views, windows, groups, names, options.features,
-                                                        judge, run.encoding)}
-        if options.dry_run:
-            return source, layer, found
+    def explain(source, layer):
+        return probing.measure_interpret(source, layer, views, windows, groups, names, options.features, judge,
+                                         run.encoding)
+    return explain
+
+
+def measurer(run, tasks, site, layers, middle):
+    """A function (source, layer) -> {measure: Found}. The activations of the texts are read here, once."""
+    read = probing.read_texts(run, tasks.texts, site, layers)
+    probes = {layer: probing.fit_probes(read.means[layer], tasks) for layer in layers}
+    folds = {layer: [list(probing.fold_words(read.means[layer], words)) for words in tasks.words] for layer in layers}
+
+    def measure(source, layer):
         X = probing.mean_features(source, layer, read)
-        found |= probing.measure_probing(X, tasks.sets)
-        if layer == middle_of(layers):
+        found = dict(probing.measure_probing(X, tasks.sets))
+        if layer == middle:
             found["probe all"] = probing.measure_all(X, tasks.sets)
         if tasks.pairs:
             found |= probing.measure_scr(X, source, layer, tasks, probes[layer])
@@ -107,10 +124,48 @@ def measure_run(run, sources, tasks, windows, options, judge):
             found |= probing.measure_tpp(X, source, layer, tasks, probes[layer])
         for fold in folds[layer]:
             found |= probing.measure_absorption(X, source, layer, fold)
-        return source, layer, found
+        return found
+    return measure
 
-    pairs = [(source, layer) for source in sources for layer in sorted(source.layers) if layer in layers]
-    yield from in_parallel(work, pairs, alone=judge is not None)
+
+def measure_part(run, pairs, tasks, windows, options, judge, records):
+    """{measure: Found} of each pair of source and layer, in order: as it was kept, or measured now, and kept.
+    windows: what features are explained on, or None."""
+    seen = hash_of([tasks.texts, None if windows is None else windows.tolist()])
+    made = [code_hash(), weights_hash(run.model), seen, options.seed, options.correlation, options.features,
+            options.judge, options.layers]  # with the source, all that determines what is found
+    keys = [checksum([*made, source.name, source.key, layer]) for source, layer in pairs]
+    missing = [number for number, key in enumerate(keys) if key not in records]
+    if missing:
+        site, layers = pairs[0][0].site, sorted({pairs[number][1] for number in missing})
+        measure = measurer(run, tasks, site, layers, middle_of(options.layers))
+        explain = None if windows is None else explainer(run, windows, site, layers, options, judge)
+
+    def work(number):
+        found = measure(*pairs[number])
+        if explain:
+            found["interpret"] = explain(*pairs[number])
+        records.add(keys[number], {name: one._replace(draws=one.draws.tolist()) for name, one in found.items()})
+        return found
+    with contextlib.closing(in_parallel(work, missing, alone=judge is not None)) as fresh:
+        for number, key in enumerate(keys):
+            yield next(fresh) if number in missing else {
+                name: probing.Found(value, np.array(draws), n, detail)
+                for name, (value, draws, n, detail) in records[key].items()}
+
+
+def measure_run(run, sources, parts, windows, options, judge, records):
+    """(source, layer, {measure: Found}) for all of them. parts: Tasks; features are explained with the first."""
+    pairs = [(source, layer) for source in sources for layer in sorted(source.layers) if layer in options.layers]
+    found = [{} for _ in pairs]
+    for number, tasks in enumerate(parts):
+        made = measure_part(run, pairs, tasks, None if number else windows, options, judge, records)
+        for new, pair, own in zip(made, pairs, found):
+            for name, one in new.items():
+                own.setdefault(name, []).append(one)
+            if number + 1 == len(parts):
+                yield *pair, {name: probing.merged(several) for name, several in own.items()}
+        progress(f"{number + 1} of {len(parts)} tasks")
 
 
 def middle_of(layers):
@@ -129,6 +184,21 @@ def in_parallel(work, items, alone=False):
         torch.set_num_threads(threads)
 
 
+def hash_of(value):
+    """Of all of a list, whose text is all of it."""
+    return hashlib.sha256(str(value).encode()).hexdigest()
+
+
+@functools.cache
+def code_hash():
+    """Of this program, as it is now: what another version measured is measured again."""
+    digest = hashlib.sha256()
+    for path in sorted(glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), "*.py"))):
+        with open(path, "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
 class Counting:
     """A judge that only counts what it would be asked."""
 
@@ -138,6 +208,18 @@ class Counting:
     def ask(self, questions):
         self.questions += questions
         return ["It fires on " + "a few words " * 4] * len(questions)
+
+
+def tell_cost(runs, windows, options):
+    """What a judge would be asked."""
+    judge = Counting()
+    for run in runs:
+        for model_run, sources in sources_of(run, options, run is runs[0]):
+            explain = explainer(model_run, windows, sources[0].site, options.layers, options, judge)
+            for source in sources:
+                for layer in set(source.layers) & set(options.layers):
+                    explain(source, layer)
+    say(f"{options.judge or 'a judge'} would be asked {cost_of(judge.questions)}")
 
 
 def sources_of(run, options, first):
@@ -154,52 +236,61 @@ def sources_of(run, options, first):
     return out
 
 
+def measure_runs(runs, parts, windows, options, judge, records):
+    """({(run, source, layer, measure): Found}, columns of the table), a row printed for each source and layer."""
+    drawn, columns = {}, None
+    for run in runs:
+        for model_run, sources in sources_of(run, options, run is runs[0]):
+            for source, layer, found in measure_run(model_run, sources, parts, windows, options, judge, records):
+                columns = columns or print_head(found)
+                new = {(name_of(run), source.name, layer, measure): one for measure, one in found.items()}
+                print_row(rows_of(new), columns)
+                drawn |= new
+    if not drawn:
+        raise UserError(f"no run here has the source {options.sources}: python sae.py {options.run} trains SAEs")
+    return drawn, columns
+
+
+def rows_of(drawn):
+    """What is written and shown of what was found."""
+    rows = []
+    for (run, source, layer, measure), (value, draws, n, detail) in drawn.items():
+        low, high = (None, None) if value is None else map(float, np.quantile(draws, [0.025, 0.975]))
+        rows.append({"run": run, "source": source, "layer": layer, "measure": measure, "low": low, "high": high,
+                     "value": value, "n": n, "detail": detail})
+    return rows
+
+
 def table(options):
     began = time.time()
     runs = open_runs((options.run, *options.against), options.device)
     options.layers = check_layers(options.layers, runs)
-    context = min(run.config.context for run in runs)
+    context, path = min(run.config.context for run in runs), os.path.join(os.path.dirname(runs[0].path), "probe.json")
+    check_writable(path)
     tokens = open_tokens(runs[0], "val")
     count = min(tokens.count(context), max(1, WINDOW_TOKENS // context))
     windows = tokens.windows(range(count), context)[:, :-1].numpy()
-    smallest = min(runs, key=lambda run: run.config.context)
-    tasks, judge = make_tasks(smallest, options), None
     if options.dry_run:
-        judge = Counting()
-    elif options.judge is not None:
-        judge = open_judge(options.judge, cache=os.path.join(os.path.dirname(runs[0].path), "judge.jsonl"))
-    say(f"{len(tasks.texts):,} texts, {sum(len(task.train) for task in tasks.sets)} tasks in {len(tasks.sets)} sets, "
-        f"{len(tasks.pairs)} pairs for scr; {windows.size:,} validation tokens to explain {options.features} features "
-        f"a layer; +- half of the interval of 95%")
-    rows, drawn, columns = [], {}, None
-    for run in runs:
-        name = name_of(run)
-        for model_run, sources in sources_of(run, options, run is runs[0]):
-            for source, layer, found in measure_run(model_run, sources, tasks, windows, options, judge):
-                columns = [] if options.dry_run else columns or print_head(found)
-                for measure, result in found.items():
-                    row = {"run": name, "source": source.name, "layer": layer, "measure": measure, "low": None,
-                           "high": None, "value": result.value, "n": result.n, "detail": result.detail}
-                    if result.value is not None:
-                        row["low"], row["high"] = map(float, np.quantile(result.draws, [0.025, 0.975]))
-                    rows.append(row)
-                    drawn[name, source.name, layer, measure] = result
-                if not options.dry_run:
-                    print_row(rows[-len(found):], columns)
-    if rows and options.dry_run:
-        say(f"{options.judge or 'a judge'} would be asked {cost_of(judge.questions)}")
-        return
-    if not rows:
-        raise UserError(f"no run here has the source {options.sources}: python sae.py {options.run} trains SAEs")
-    seconds = time.time() - began
+        return tell_cost(runs, windows, options)
+    parts, judge = make_tasks(min(runs, key=lambda run: run.config.context), options), None
+    if options.judge is not None:
+        judge = open_judge(options.judge, cache=os.path.join(os.path.dirname(path), "judge.jsonl"))
+    sets, texts = [task for tasks in parts for task in tasks.sets], sum(len(tasks.texts) for tasks in parts)
+    say(f"{texts:,} texts, {sum(len(task.train) for task in sets)} tasks in {len(sets)} sets, "
+        f"{sum(len(tasks.pairs) for tasks in parts)} pairs for scr; {windows.size:,} validation tokens to explain "
+        f"{options.features} features a layer; +- half of the interval of 95%")
+    records = Records(path.removesuffix(".json") + "_unfinished.jsonl")
+    drawn, columns = measure_runs(runs, parts, windows, options, judge, records)
+    rows, seconds = rows_of(drawn), time.time() - began
     middle = middle_of({row["layer"] for row in rows})
     print_middle(rows, middle, [*columns[:2], "probe all", *columns[2:]])
     print_differences(drawn, columns)
     about = {"weights": {run.path: weights_hash(run.model) for run in runs}, "middle": middle, "seed": options.seed,
-             "configs": {run.path: vars(run.config) for run in runs}, "seconds": seconds, "texts": len(tasks.texts),
+             "configs": {run.path: vars(run.config) for run in runs}, "seconds": seconds, "texts": texts,
              "judge": options.judge, "correlation": options.correlation, "site": options.site, **provenance()}
-    path = os.path.join(os.path.dirname(runs[0].path), "probe.json")
     write_json(path, {"rows": rows, **about}, indent=1)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(records.path)
     picture = path.removesuffix(".json") + ".png"
     draw(rows, middle, columns, picture)
     say(f"written to {path} and {picture}, after {seconds:.0f} s")
@@ -233,14 +324,14 @@ def short(measure):
 
 def print_head(found):
     columns = [name for name in COLUMNS if name in found]
-    say(f"{'run':<10}{'source':<20}{'layer':>5}" + "".join(f"{short(name):>18}" for name in columns))
+    say(f"{'run':<10}{'source':<20}{'layer':>5}" + "".join(f"{short(name):>19}" for name in columns))
     return columns
 
 
 def print_row(rows, columns):
     cells = {row["measure"]: row for row in rows}
     say(f"{rows[0]['run']:<10}{rows[0]['source']:<20}{rows[0]['layer']:>5}"
-        + "".join(f"{cell(cells.get(name)):>18}" for name in columns))
+        + "".join(f"{cell(cells.get(name)):>19}" for name in columns))
 
 
 def title(run, source):
@@ -256,7 +347,9 @@ def print_middle(rows, middle, columns):
         say(" " * 24 + "".join(f"{title(*name)[line]:>15}" for name in names))
     for measure in columns:
         cells = {(row["run"], row["source"]): row for row in own if row["measure"] == measure}
-        say(f"{short(measure):<24}" + "".join(f"{cell(cells.get(name)):>15}" for name in names))
+        counts = [row["n"] for row in cells.values()]
+        say(f"{short(measure):<24}" + "".join(f"{cell(cells.get(name)):>15}" for name in names)
+            + f"   n {' to '.join(f'{n:,}' for n in sorted({min(counts), max(counts)}))}")
 
 
 def print_differences(drawn, columns):
@@ -365,4 +458,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, stopped="stopped; what the table has so far is kept, and the same command goes on")

@@ -1,6 +1,6 @@
 """Texts with labels for probe.py: of the toy world, whose truth is known, of AG News, sae-probes, or any two folders.
 
-    tasks = toy_tasks(encoding, seed=0)
+    tasks = toy_tasks(encoding, context)       of real text text_tasks(...), a list of such
     tasks.texts       what is read, once per model: Text(tokens, start), whose tokens from start on count
     tasks.sets        for probing and TPP: classes, each with rows of training and of test texts
     tasks.pairs       for SCR: two professions and two genders, apart and confounded
@@ -16,8 +16,9 @@ Of the toy world, in sentences that it could write:
 Words are those of the topics. Known are the kind and the topic, at the word itself; and the first letter, where it is
 about to be said. (No model of this size knows letters: docs/results.md.)
 
-Pairs are two professions A, B. A probe learns to tell them from texts in which A are men and B women, a share
-`correlation` of them; how well it does where both are mixed, and how a probe does that learnt from such, is SCR's.
+Pairs are two professions A, B, of which each is in several. A probe learns to tell them from texts in which A are men
+and B women, a share `correlation` of them; how well it does where both are mixed, and how a probe does that learnt from
+such, is SCR's.
 """
 import csv
 import os
@@ -33,6 +34,7 @@ from tokenizer import encode
 LEAST_WORDS = 12  # of a letter
 BIASED = 64       # training texts of one side of a pair
 TESTED = 96       # test texts of a profession and gender
+LONGEST = 128     # tokens of a real text that are read, as SAEBench has it
 
 
 class Text(NamedTuple):
@@ -111,8 +113,8 @@ def make_set(name, classes, rng, share=0.5):
 # The toy world
 
 
-def toy_tasks(encoding, context, seed=0, n=40, correlation=1.0):
-    """n: training texts of a class, and test texts."""
+def toy_tasks(encoding, context, seed=0, n=40, correlation=1.0, paired=15):
+    """n: training texts of a class, and test texts.  paired: how many pairs a profession is in, at most half of all."""
     reader, rng, draws = Reader(encoding, context), np.random.default_rng(seed), Random((4 << 64) + seed)
 
     def write(templates, topic=None, **given):
@@ -148,7 +150,7 @@ def toy_tasks(encoding, context, seed=0, n=40, correlation=1.0):
             classes.setdefault(key(pair), []).extend(rows)
         sets.append((name, dict(sorted(classes.items()))))
     return Tasks(reader.texts, tuple(make_set(name, classes, rng) for name, classes in sets),
-                 toy_pairs(people, rng, correlation), tuple(toy_words(reader, write, lead)))
+                 toy_pairs(people, rng, correlation, paired), tuple(toy_words(reader, write, lead)))
 
 
 def write_person(write, draws, job, side):
@@ -169,12 +171,13 @@ def letter_words():
     return {letter: part for letter, part in letters.items() if len(part) >= LEAST_WORDS}
 
 
-def toy_pairs(people, rng, correlation):
-    """Professions in pairs, each once. people: {(job, gender): rows}, BIASED to train on, then TESTED."""
+def toy_pairs(people, rng, correlation, paired):
+    """Professions in pairs, each in `paired`: texts are dear, and one pair's probe says little about another's.
+    people: {(job, gender): rows}, BIASED to train on, then TESTED."""
     jobs = [list(toyworld.OCCUPATIONS)[i] for i in rng.permutation(len(toyworld.OCCUPATIONS))]
     agree = round(BIASED * correlation)
     pairs = []
-    for A, B in zip(jobs[::2], jobs[1::2]):
+    for A, B in (pair for turn in range(paired) for pair in zip(jobs[::2], np.roll(jobs[1::2], turn).tolist())):
         biased = np.r_[people[A, "he"][:agree], people[A, "she"][agree:BIASED],
                        people[B, "she"][:agree], people[B, "he"][agree:BIASED]].astype(int)
         train, test = ({"job": np.r_[A_he, A_she, B_he, B_she], "gender": np.r_[A_he, B_he, A_she, B_she]}
@@ -230,11 +233,15 @@ def text_words(reader, encoding, rng, most=1500):
 
 
 def text_tasks(encoding, context, sources, seed=0, words=True):
-    """sources: (name, {class: texts}) each."""
-    reader, rng = Reader(encoding, context), np.random.default_rng(seed)
-    sets = [make_set(name, {label: [reader.add(text) for text in texts] for label, texts in classes.items()}, rng)
-            for name, classes in sources]
-    return Tasks(reader.texts, tuple(sets), (), text_words(reader, encoding, rng) if words else ())
+    """Tasks for each of sources, (name, {class: texts}); the first with words. They are read one after another: the
+    activations of a hundred tasks would fill any memory."""
+    found, rng = [], np.random.default_rng(seed)
+    for name, classes in sources:
+        reader = Reader(encoding, min(context, LONGEST))
+        rows = {label: [reader.add(text) for text in texts] for label, texts in classes.items()}
+        known = text_words(reader, encoding, rng) if words and not found else ()
+        found.append(Tasks(reader.texts, (make_set(name, rows, rng),), (), known))
+    return found
 
 
 AG_NEWS = {"1": "world", "2": "sport", "3": "business", "4": "science"}

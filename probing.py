@@ -29,6 +29,7 @@ COUNTS = 20
 TPP = ("topic", "job", "town", "agnews")  # sets of several classes that exclude each other
 DRAWS = 400
 FOLDS = 5
+PART = 2 ** 10  # tokens at a time: what an SAE makes of more is so large that memory is fetched anew for each
 
 
 # Reading
@@ -85,7 +86,7 @@ def activations(source, layer, x):
     return [value.cpu().numpy() for value in unfold(code, source.m)]
 
 
-def mean_features(source, layer, read, part_tokens=2 ** 14):
+def mean_features(source, layer, read, part_tokens=PART):
     """The mean activations of a source's unfolded features on the texts: Columns (texts, 2 m)."""
     found = []
     for start in range(0, len(read.owner), part_tokens):
@@ -115,13 +116,27 @@ def decoder_dots(source, layer, vectors, part=2 ** 12):
 
 
 @functools.cache
-def draws_of(n, halves=False):
-    """Weights of n items, (DRAWS, n): the same for every source. halves: the first, and the rest, each for themselves,
-    as positives and negatives of a task are."""
-    if halves:
-        sizes = n // 2, n - n // 2
-        return np.concatenate([draws_of(size) * size / n for size in sizes], 1)
+def draws_of(n):
+    """Weights of n items, (DRAWS, n): the same for every source."""
     return np.random.default_rng(n).multinomial(n, np.full(n, 1 / n), DRAWS) / n
+
+
+@functools.cache
+def text_draws(n):
+    """The same by items, (n, DRAWS), to take some of them fast."""
+    return np.ascontiguousarray(draws_of(n).T, np.float32)
+
+
+def draw_texts(values, rows, texts):
+    """The mean over tasks of values (..., c, n) on test texts, rows (c, n), in every draw of all texts: (..., DRAWS).
+    A text that several tasks ask about is drawn for all of them or for none; the positives of a task, and its
+    negatives, keep their shares."""
+    total = 0.0
+    for number, own in enumerate(rows):
+        drawn = text_draws(texts)[own].reshape(2, -1, DRAWS)
+        drawn /= np.maximum(drawn.sum(1, keepdims=True), 1e-12)
+        total = total + np.asarray(values[..., number, :], np.float32) @ drawn.reshape(-1, DRAWS)
+    return total.astype(float) / (2 * len(rows))
 
 
 class Found(NamedTuple):
@@ -131,10 +146,19 @@ class Found(NamedTuple):
     detail: dict
 
 
-def averaged(parts, n, detail):
-    """The mean of several means: [(value, draws)]."""
+def averaged(parts, n, names):
+    """The mean of several means, [(value, draws)], which have these names."""
     values, draws = zip(*parts)
-    return Found(float(np.mean(values)), np.mean(draws, axis=0), n, detail)
+    return Found(float(np.mean(values)), np.mean(draws, axis=0), n, dict(zip(names, map(float, values))))
+
+
+def merged(several):
+    """One Found of those of several Tasks, each the mean over the sets that its detail names."""
+    if len(several) == 1:
+        return several[0]
+    weights = np.array([len(found.detail) for found in several]) / sum(len(found.detail) for found in several)
+    return Found(float(weights @ [found.value for found in several]), weights @ np.stack([f.draws for f in several]),
+                 sum(found.n for found in several), {k: v for found in several for k, v in found.detail.items()})
 
 
 def narrow(X, *rows):
@@ -149,12 +173,10 @@ def measure_probing(X, sets):
     for task in sets:
         part, train, test = narrow(X, task.train, task.test)
         right, _ = measures.sparse_probing(part, Split(train, test), KS)
-        for k in KS:
-            found[k].append(right[k])
-    for k, rights in found.items():
-        yield f"probe {k}", averaged(
-            [(right.mean(), draws_of(right.shape[1], True) @ right.mean(0)) for right in rights],
-            sum(right.size for right in rights), {task.name: float(right.mean()) for task, right in zip(sets, rights)})
+        for k, draws in zip(KS, draw_texts(np.stack([right[k] for k in KS]), task.test, X.n)):
+            found[k].append((right[k].mean(), draws))
+    for k, parts in found.items():
+        yield f"probe {k}", averaged(parts, sum(task.test.size for task in sets), [task.name for task in sets])
 
 
 def measure_all(X, sets):
@@ -165,9 +187,8 @@ def measure_all(X, sets):
         for rows, tested in zip(train, test):
             w, b = measures.logistic_sparse(part.take(rows), np.arange(len(rows)) < len(rows) // 2)
             rights.append(right(part.times(w) + b, tested))
-        found.append(np.array(rights))
-    return averaged([(one.mean(), draws_of(one.shape[1], True) @ one.mean(0)) for one in found],
-                    sum(one.size for one in found), {task.name: float(one.mean()) for task, one in zip(sets, found)})
+        found.append((np.mean(rights), draw_texts(np.array(rights), task.test, X.n)))
+    return averaged(found, sum(task.test.size for task in sets), [task.name for task in sets])
 
 
 class Probes(NamedTuple):
@@ -203,32 +224,32 @@ def measure_scr(X, source, layer, tasks, probes):
     pair that leaves little room to improve, a ratio says little."""
     vectors = np.stack([of[name][0] for of in probes.scr for name in ("job", "gender", "both")], 1)
     dots = decoder_dots(source, layer, vectors)[0].reshape(2 * source.m, len(tasks.pairs), 3)
+    tests = np.stack([pair.test[asked] for pair, asked in zip(tasks.pairs, probes.asked)])
+    removed = ["gender" if asked == "job" else "job" for asked in probes.asked]
+    learnt, train = narrow(X, np.stack([pair.train[name] for pair, name in zip(tasks.pairs, removed)]))
+    part, place = narrow(X, tests)
     arrays = {n: [] for n in NS}  # of each pair which texts are right: original, changed, clean
-    for number, (pair, of, asked) in enumerate(zip(tasks.pairs, probes.scr, probes.asked)):
-        removed = "gender" if asked == "job" else "job"
-        test = pair.test[asked]
-        part, rows, tested = narrow(X, pair.train[removed], test)
-        difference = measures.differences(part, *np.split(rows, 2))
-        effect = measures.effects(difference, dots[:, number, ("job", "gender").index(removed)], scr=True)
+    for number, (of, asked, test) in enumerate(zip(probes.scr, probes.asked, tests)):
+        difference = measures.differences(learnt, *np.split(train[number], 2))
+        effect = measures.effects(difference, dots[:, number, ("job", "gender").index(removed[number])], scr=True)
         features = measures.top_effects(effect, max(NS))
-        taken = part.dense(features)[tested] * dots[features, number, 2]  # (texts, features)
+        taken = part.dense(features)[place[number]] * dots[features, number, 2]  # (texts, features)
         label = np.arange(len(test)) < len(test) // 2
         for n in NS:
             changed = (of["both"][1][test] - taken[:, :n].sum(1) > 0) == label
             arrays[n].append([right(of["both"][1], test), changed, right(of[asked][1], test)])
-    for n in NS:
-        found = np.array(arrays[n], float)  # (pairs, 3, texts)
-        drawn = np.einsum("dn,an->ad", draws_of(found.shape[2], True), found.mean(0))
-        pairs = measures.scr_score(*found.mean(2).T)
+    every = np.array([arrays[n] for n in NS], float).swapaxes(1, 2)  # (n, 3, pairs, texts)
+    for n, found, drawn in zip(NS, every, draw_texts(every, tests, X.n)):
+        pairs = measures.scr_score(*found.mean(2))
         detail = {"mean of ratios": float(pairs.mean()), "pairs": pairs.tolist(),
-                  "accuracies": found.mean((0, 2)).tolist(), "asked": probes.asked}
+                  "accuracies": found.mean((1, 2)).tolist(), "asked": probes.asked}
         yield ("scr" if n == COUNTS else f"scr {n}"), Found(
-            float(measures.scr_score(*found.mean((0, 2)))), measures.scr_score(*drawn), found[:, 0].size, detail)
+            float(measures.scr_score(*found.mean((1, 2)))), measures.scr_score(*drawn), tests.size, detail)
 
 
 def measure_tpp(X, source, layer, tasks, probes):
-    found = {n: [] for n in NS}
-    for task in (task for task in tasks.sets if task.name in probes.tpp):
+    sets, found = [task for task in tasks.sets if task.name in probes.tpp], {n: [] for n in NS}
+    for task in sets:
         w, scores = probes.tpp[task.name]
         dots = decoder_dots(source, layer, w)[0]
         rows = np.unique(task.test)
@@ -242,13 +263,13 @@ def measure_tpp(X, source, layer, tasks, probes):
             dense = part.dense(features)
             for n in NS:
                 patched[n].append(patched_right(scores[rows] - dense[:, :n] @ dots[features[:n]], place))
-        for n in NS:
-            by_text = measures.tpp_score(clean.astype(float), np.array(patched[n], float))  # (texts of a class,)
-            found[n].append((task.name, by_text, clean.size))
+        clean = clean.astype(float)
+        lost = np.stack([measures.tpp_parts(clean, np.array(patched[n], float)) for n in NS])  # (n, c, texts)
+        for n, own, draws in zip(NS, lost, draw_texts(lost, task.test, X.n)):
+            found[n].append((own.mean(), draws))
     for n in NS:
         yield ("tpp" if n == COUNTS else f"tpp {n}"), averaged(
-            [(values.mean(), draws_of(len(values), True) @ values) for _, values, _ in found[n]],
-            sum(size for _, _, size in found[n]), {name: float(values.mean()) for name, values, _ in found[n]})
+            found[n], sum(task.test.size for task in sets), [task.name for task in sets])
 
 
 def patched_right(scores, place):
@@ -315,15 +336,15 @@ def measure_absorption(X, source, layer, folds):
         if not parts:
             yield title, Found(None, np.full(DRAWS, np.nan), 0, detail)
         else:
-            detail |= {"full": float(np.mean(fulls)), "main features": float(np.mean(counts)),
-                       "classes": {words.classes[place]: float(value) for place, (value, _) in zip(classes, parts)}}
-            yield title, averaged(parts, n, detail)
+            detail |= {"full": float(np.mean(fulls)), "main features": float(np.mean(counts))}
+            found = averaged(parts, n, [words.classes[place] for place in classes])
+            yield title, found._replace(detail=detail | {"classes": found.detail})
 
 
 # Explaining
 
 
-def fire(source, layer, x, part_tokens=2 ** 14):
+def fire(source, layer, x, part_tokens=PART):
     """The Firings of a source on tokens (N, d)."""
     found = []
     for start in range(0, len(x), part_tokens):

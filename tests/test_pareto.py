@@ -8,6 +8,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import data
 import judge
@@ -19,7 +20,7 @@ from checkpoint import open_run, save
 from concepts import Concept, read_concepts, text_concepts, text_prefixes, toy_prefixes
 from config import Config
 from dpb import Code
-from helpers import UserError, checked_line
+from helpers import UserError, bootstrap, checked_line
 from judge import Grammar
 from lines import lines_of, norms_of, open_sources, ragged, strength, vector_of, write_texts
 from model import GPT, nucleus, sample
@@ -179,6 +180,19 @@ def test_a_text_depends_on_the_concept_and_not_on_its_place_in_a_list(folder, tm
     assert found[0] == found[1] and found[0]["sea"] != found[0]["boats"]
 
 
+def test_what_is_added_has_the_ratio_that_was_asked_for(folder, tmp_path):
+    run = open_run(str(folder / "out" / "tiny"))
+    sources = {"tiny": open_sources(run, [])}
+    writer = lines.Writer({"tiny": run}, sources, PREFIXES, OPTIONS, str(tmp_path / "texts.jsonl"))
+    for line in lines_of(run, sources["tiny"]):
+        source = sources["tiny"][line.source]
+        vector = contrast(run, source, TEXTS.name, TEXTS.positive, TEXTS.negative, k=OPTIONS.k, steps=0)
+        at, vector = vector_of(run, source, line, vector, TEXTS, writer.seed(TEXTS.name), OPTIONS)
+        added = [strength(run, at, vector._replace(weights=alpha * vector.weights), norms_of(run, source))
+                 for alpha in writer.steered(line, TEXTS)["alphas"]]
+        assert added == pytest.approx(OPTIONS.ratios, rel=1e-4), line
+
+
 def test_a_text_is_what_comes_after_its_own_prefix(run):
     tokens, forced = ragged([[1, 2], [1, 2, 3, 4], [5, 6, 7]])
     assert tokens.tolist() == [[1, 2], [1, 2], [5, 6]] and forced.tolist() == [[-1, -1], [3, 4], [7, -1]]
@@ -249,6 +263,7 @@ def test_the_ellipse_holds_the_true_mean_in_95_of_100_draws():
 def test_alpha_is_chosen_among_fluent_texts_on_one_half_and_scored_on_the_other():
     assert choose(np.array([[0.1, 0.9], [0.5, 0.8], [0.9, 0.3]]), 0.75) == 1
     assert choose(np.array([[0.1, 0.2], [0.5, 0.2]]), 0.75) == -1
+    assert choose(np.array([[np.nan, 0.9], [0.5, 0.8], [0.6, np.nan]]), 0.75) == 1
     rng = np.random.default_rng(0)
     scores, base = rng.random((3, 4, 10, 2)), np.full((3, 10, 2), 0.6)
     (one, values), (each, each_values) = best_of(Grammar(), scores, base)
@@ -270,6 +285,49 @@ def test_missing_scores_count_neither_as_nought_nor_as_fluent():
     (one, values), _ = best_of(judge.Asked(Namespace(model="x")), scores, base)
     assert one == 0 and np.allclose(values, [1.0, 1.5])
     assert pareto.interval(np.array([np.nan, 2.0, 2.0])) == [2.0, 2.0, 2.0]
+
+
+def test_a_row_is_about_the_prefixes_that_chose_nothing_with_intervals_over_concepts():
+    """And about the next concept in the same texts; differences are paired, each line less its controls."""
+    rng, asked = np.random.default_rng(0), []
+    names, prefixes, ratios = "abc", [f"prefix {number}" for number in range(6)], [0.1, 0.2, 0.4]
+    own, hashed = (lines.Line("x", source, (0, 1), "contrast") for source in ("own", "hash"))
+    found = {line: [{"alphas": [ratio * (1 + place) for ratio in ratios], "texts": [
+        [f"{line.source} {name} {ratio} {prefix}" for prefix in prefixes] for ratio in ratios]}
+        for place, name in enumerate(names)] for line in (own, hashed)}
+    values = {line: rng.random((3, 3, 6, 2)) for line in found}
+    scores = pareto.Scores(values, {("x", 0): np.full((3, 1, 6, 2), 0.6)})
+
+    def score(concept, pairs):
+        asked.extend((concept.name, *pair) for pair in pairs)
+        return [(ord(concept.name), None)] * len(pairs)
+    rows, differences = pareto.summarise(Namespace(allowance=0.1, score=score), [Concept(name, (), [], [])
+                                         for name in names], prefixes, found, {("x", 0): [[""] * 6]}, scores, ratios)
+    tested, points = {}, {(line, number): values[line][:, number].mean((0, 1)) for line in found for number in range(3)}
+    for line, row in zip(found, rows):
+        tested[line], one = values[line][:, row["chosen"], 1::2].mean(1), row["chosen"]
+        assert row["concept"] == pytest.approx(bootstrap(tested[line][:, 0], np.ones(3)))
+        assert row["fluency"] == pytest.approx(bootstrap(tested[line][:, 1], np.ones(3)))
+        assert one >= 0 and row["ratio"] == ratios[one] and row["alpha"] == pytest.approx(2 * ratios[one])
+        for number, point in enumerate(row["curve"]):
+            assert point["concept"] == pytest.approx(bootstrap(values[line][:, number, :, 0].mean(1), np.ones(3)))
+            assert point["frontier"] is not any((other >= points[line, number]).all() and (
+                other > points[line, number]).any() for other in points.values())
+        assert row["other"][0] == pytest.approx(ord("b")) and asked[:9] == [
+            (about, prefix, f"{line.source} {name} {row['ratio']} {prefix}")
+            for name, about in zip(names, "bca") for prefix in prefixes[1::2]]
+        del asked[:9]
+    (difference,), paired = differences, tested[own][:, 0] - tested[hashed][:, 0]
+    assert (difference["one"], difference["other"]) == (str(own), str(hashed)) and not asked
+    assert difference["concept"] == pytest.approx(bootstrap(paired, np.ones(3)))
+
+
+def test_no_label_of_the_picture_covers_another():
+    axes = Figure(dpi=100).subplots()
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    pareto.draw_labels([(axes, point, text, "k") for point, text in (
+        ((0.5, 0.5), "a"), ((0.5, 0.505), "b"), ((0.9, 0.5), "c"), ((0.5, 0.6), "d"), ((0.905, 0.505), "e"))])
+    assert [text.get_text() for text in axes.texts] == ["a", "c", "d"]
 
 
 # Concepts and prefixes
@@ -341,7 +399,7 @@ def test_the_news_give_prefixes(folder):
 
 # The command
 
-SMALL = ["--sae", "none", "--concepts", "sea,war", "--prefix-count", "4", "--tokens", "8", "--fit", "1", "--k", "4",
+SMALL = ["--sae", "none", "--concepts", "sea,war", "--prefix-count", "4", "--tokens", "5", "--fit", "1", "--k", "4",
          "--ratios", "0.5,1"]
 
 
@@ -353,6 +411,12 @@ def home(folder, tmp_path, monkeypatch):
         os.link(folder / "out" / name / "best.pt", tmp_path / "out" / name / "best.pt")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out" / "tiny"
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    """No picture, which takes a while and is not what the test is about."""
+    monkeypatch.setattr(pareto, "draw", lambda *_: None)
 
 
 def command(*arguments):
@@ -379,7 +443,7 @@ def test_the_whole_of_it_and_again_without_writing_anything_twice(home, capsys):
     assert capsys.readouterr().out == printed and (home / "pareto_texts.jsonl").read_bytes() == kept
 
 
-def test_an_interrupted_run_goes_on_to_the_same_end(home, monkeypatch, capsys):
+def test_an_interrupted_run_goes_on_to_the_same_end(home, unseen, monkeypatch, capsys):
     command(*SMALL)
     whole, table = sorted((home / "pareto_texts.jsonl").read_text().splitlines()), capsys.readouterr().out
     (home / "pareto_texts.jsonl").unlink()
@@ -403,7 +467,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(home, monkeypatch, capsys):
     assert sorted((home / "pareto_texts.jsonl").read_text().splitlines()) == whole
 
 
-def test_what_a_judge_costs_is_told_before_and_is_enough(home, monkeypatch, capsys):
+def test_what_a_judge_costs_is_told_before_and_is_enough(home, unseen, monkeypatch, capsys):
     """What --dry-run promises is at least what is asked; nothing is asked by it, and nothing twice."""
     asked = []
     monkeypatch.setattr(judge.Judge, "request",
@@ -426,6 +490,16 @@ def test_what_a_judge_costs_is_told_before_and_is_enough(home, monkeypatch, caps
     for path in home.iterdir():
         assert b"sk-very-secret" not in path.read_bytes()
     assert "sk-very-secret" not in printed
+
+
+def test_a_wrong_key_ends_it_before_a_text_is_written(home, monkeypatch):
+    def refuse(self, question, stop):
+        raise UserError("does not take the key")
+    monkeypatch.setattr(judge.Judge, "request", refuse)
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    with pytest.raises(UserError, match="does not take the key"):
+        command(*SMALL, "--judge", "openai:some-model")
+    assert not (home / "pareto_texts.jsonl").exists()
 
 
 def test_real_text_is_judged_offline_by_another_model(home, folder, tmp_path, capsys):
@@ -491,6 +565,9 @@ def test_what_is_left_of_noise_is_what_two_passes_by_hand_give(folder):
     assert found["noise", 0.5, "left", 2][0] == pytest.approx(((change * e).sum() / e.square().sum()).item(), rel=1e-4)
     assert found["noise", 0.5, "change", 2][0] == pytest.approx(
         (change.norm(dim=-1).sum() / e.norm(dim=-1).sum()).item(), rel=1e-4)
+    of_y, of_h = (((record[2][at] - clean[2][at]).norm(dim=-1).sum(1) / clean[2][at].norm(dim=-1).sum(1)).sum()
+                  for at in (1, 2))
+    assert found["noise", 0.5, "passed", 2][0] == pytest.approx((of_y / of_h).item(), rel=1e-4)
     same = [len(set(old) & set(new)) / 10 for old, new in zip(clean[2][0].indices.flatten(0, 1).tolist(),
                                                              record[2][0].indices.flatten(0, 1).tolist())]
     assert found["noise", 0.5, "kept", 2][0] == pytest.approx(np.mean(same), rel=1e-4)

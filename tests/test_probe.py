@@ -57,7 +57,7 @@ def truth(run):
 @pytest.fixture(scope="module")
 def tasks(world):
     run = open_run(str(world / "tiny"))
-    return probe_tasks.toy_tasks(run.encoding, 64, n=4)
+    return probe_tasks.toy_tasks(run.encoding, 64, n=4, paired=1)
 
 
 def made(fires, strength=None, noise=200):
@@ -235,11 +235,12 @@ def test_features_get_names(world, run, capsys, monkeypatch):
 
 
 def test_random_weights_are_those_of_an_untrained_model(run):
+    with torch.no_grad():
+        run.model.embedding.weight += 1  # as if it were trained
     untrained, source = truth_of.random_weights(run)
     assert torch.equal(untrained.model.embedding.weight, GPT(run.config).embedding.weight)
     assert source.name == "random weights" and sorted(source.layers) == [0, 1]
-    assert not torch.equal(source.layers[0].bottleneck.mean, open_source(run, "hash").layers[0].bottleneck.mean) or \
-        torch.equal(run.model.embedding.weight, untrained.model.embedding.weight)
+    assert not torch.equal(source.layers[0].bottleneck.mean, open_source(run, "hash").layers[0].bottleneck.mean)
 
 
 # Tasks
@@ -291,7 +292,9 @@ def test_pairs_are_confounded_as_far_as_they_should_be(run):
             positives = set(rows[: len(rows) // 2])
             assert len(positives & set(other[: len(other) // 2])) == len(positives) // 2
         assert not set(pair.test["job"]) & set(pair.train["both"])
-    assert sorted(job for pair in tasks.pairs for job in pair.name.split(", ")) == sorted(toyworld.OCCUPATIONS)
+    names = [pair.name.split(", ") for pair in tasks.pairs]
+    assert sorted(sum(names, [])) == sorted(15 * list(toyworld.OCCUPATIONS)) and len(set(map(tuple, names))) == 225
+    assert len({job for pair in names[:15] for job in pair}) == 30  # the first 15 are about different professions
 
 
 def test_what_does_not_count_is_not_read(run, tasks):
@@ -401,8 +404,32 @@ def test_spurious_correlation_is_removed_by_the_features_of_gender(tasks):
     assert low <= found["scr 2"].value <= high
 
 
+def test_an_interval_is_that_of_as_many_texts():
+    """Of accuracies: that of the normal approximation. A text that two tasks ask about is one text, not two."""
+    rng, n = np.random.default_rng(0), 400
+    own, right = np.arange(2 * n).reshape(2, n), rng.random((2, n)) < 0.8
+    wide = 1.96 * np.sqrt(0.16 / n)  # half of the interval of one task
+    for rows, values, expected in ((own[:1], right[:1], wide), (own, right, wide / np.sqrt(2)),
+                                   (own[[0, 0]], right[[0, 0]], wide)):
+        drawn = probing.draw_texts(values, rows, 2 * n)
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        assert (high - low) / 2 == pytest.approx(expected, rel=0.15)
+        assert drawn.mean() == pytest.approx(values.mean(), abs=0.005)
+    rows = np.r_[rng.permutation(50), 50 + rng.permutation(50)][None]  # who says yes to all is right in half, always
+    np.testing.assert_allclose(probing.draw_texts(np.arange(100)[None] < 50, rows, 100), 0.5, atol=1e-6)
+
+
+def test_tasks_that_are_read_one_after_another_count_as_they_would_together(tasks):
+    read, source = made_read(tasks), Source("sae", "made", "", "mlp_in", 64, {0: Made(64)})
+    X = probing.mean_features(source, 0, read)
+    parts = [dict(probing.measure_probing(X, tasks.sets[part]))["probe 2"] for part in (slice(3), slice(3, None))]
+    whole, both = dict(probing.measure_probing(X, tasks.sets))["probe 2"], probing.merged(parts)
+    assert both.value == pytest.approx(whole.value) and (both.n, both.detail) == (whole.n, whole.detail)
+    np.testing.assert_allclose(both.draws, whole.draws)
+
+
 def test_absorption_is_found_where_a_words_own_feature_stands_for_its_class():
-    """24 words of 2 classes, d = 32. Class 0 has a feature of its own; that of every third word is silent, and a
+    """96 words of 2 classes, d = 128. Class 0 has a feature of its own; that of every third word is silent, and a
     feature of the word alone, along the probe, fires instead."""
     rng = np.random.default_rng(0)
     words, label = np.repeat(np.arange(96), 2), np.repeat(np.arange(96) % 2, 2)
@@ -508,14 +535,18 @@ def test_ag_news_from_shared_data(world):
     name, classes = probe_tasks.ag_news(folder, n=20)
     assert name == "agnews" and {len(texts) for texts in classes.values()} == {20}
     run = open_run(str(world / "tiny"))
-    tasks = probe_tasks.text_tasks(run.encoding, 32, [(name, classes)])
+    tasks, = probe_tasks.text_tasks(run.encoding, 32, [(name, classes)])
     assert tasks.sets[0].train.shape == (4, 20) and tasks.words[0].name == "letter"
 
 
-def test_the_table_is_printed_and_written(world, capsys, monkeypatch):
+def small_tasks(monkeypatch):
     monkeypatch.setattr(probe_tasks, "BIASED", 8)
     monkeypatch.setattr(probe_tasks, "TESTED", 8)
-    monkeypatch.setattr(probe_tasks, "toy_tasks", functools.partial(probe_tasks.toy_tasks, n=4))
+    monkeypatch.setattr(probe_tasks, "toy_tasks", functools.partial(probe_tasks.toy_tasks, n=4, paired=1))
+
+
+def test_the_table_is_printed_and_written(world, capsys, monkeypatch):
+    small_tasks(monkeypatch)
     probe.main([str(world / "tiny"), "--sources", "own,hash,random", "--features", "4", "--layers", "0,1"])
     text = capsys.readouterr().out
     assert "layer 1, the middle one" in text and "less the hash" in text
@@ -533,6 +564,56 @@ def test_the_table_is_printed_and_written(world, capsys, monkeypatch):
                                 (["--judge", "x"], "there is no judge 'x'")):
         with pytest.raises(UserError, match=sentence):
             probe.main([str(world / "tiny"), *arguments])
+
+
+def test_a_model_is_read_once_and_what_was_measured_is_kept(world, capsys, monkeypatch):
+    """Stopped after the first of four rows, the same command measures the other three, and the table is the same."""
+    small_tasks(monkeypatch)
+    command = [str(world / "tiny"), "--sources", "own,neurons", "--features", "4", "--seed", "3"]
+    read, measured = [], []
+    monkeypatch.setattr(probing, "read_activations", lambda model, tokens, *rest, reading=probing.read_activations: (
+        read.append(tokens.numel()), reading(model, tokens, *rest))[1])
+    mean_features = probing.mean_features
+
+    def once(source, layer, *rest):
+        if measured == ["own"]:
+            raise KeyboardInterrupt
+        measured.append(source.name)
+        return mean_features(source, layer, *rest)
+
+    def counted(source, layer, *rest):
+        measured.append((source.name.partition("-")[0], layer))
+        return mean_features(source, layer, *rest)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(probing, "mean_features", once)
+    with pytest.raises(KeyboardInterrupt):
+        probe.main(command)
+    run = open_run(str(world / "tiny"))
+    texts = probe_tasks.toy_tasks(run.encoding, run.config.context, 3).texts
+    windows = min(data.Tokens(run.config.data, "val").count(32), probe.WINDOW_TOKENS // 32) * 32
+    assert sum(read) == sum(len(text.tokens) for text in texts) + windows  # of two sources and two layers
+    measured.clear()
+    monkeypatch.setattr(probing, "mean_features", counted)
+    capsys.readouterr()
+    tables = []
+    rows = [("own", 0), ("own", 1), ("neurons", 0), ("neurons", 1)]
+    for expected in (rows[1:], rows):
+        probe.main(command)
+        assert measured == expected and not os.path.exists(world / "tiny" / "probe_unfinished.jsonl")
+        measured.clear()
+        tables.append(capsys.readouterr().out.rpartition("written to")[0])
+    assert tables[0] == tables[1]
+
+
+def test_differences_are_those_of_paired_draws(capsys):
+    rng = np.random.default_rng(0)
+    common = 0.1 * rng.standard_normal(400)
+    drawn = {("tiny", source, layer, "tpp"): probing.Found(value, value + common, 9, {})
+             for source, value in (("own", 0.5), ("hash-mlp_in", 0.2), ("random weights", 0.1)) for layer in (0, 1)}
+    drawn["tiny", "own", 0, "scr"] = probing.Found(0.4, 0.4 + common, 9, {})  # the hash has none
+    probe.print_differences(drawn, ["tpp", "scr"])
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.split() == ["tiny", "own", "+0.30", "[+0.30,", "+0.30]", "-"]  # what draws have in common cancels
 
 
 def test_absorption_of_a_random_dictionary_falls_with_the_width(tmp_path, capsys):
