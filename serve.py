@@ -196,11 +196,12 @@ class Live:
                     sides[side] = None if text is None else sides[side]
                     if text:
                         write({"side": side, "text": text})
-            write({"done": True})
+            last = {"done": True}
         except Stopped:
-            write({"done": True, "stopped": True})
+            last = {"done": True, "stopped": True}
         finally:
             self.busy.release()
+        write(last)  # when the next may begin
 
     def texts(self, tokens, count, options):
         """The text of each new token; a character whose bytes are in several comes with the last."""

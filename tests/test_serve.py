@@ -288,15 +288,23 @@ def test_whoever_is_silent_is_cut_off(server, monkeypatch):
 
 
 def test_there_are_only_so_many_connections(server, monkeypatch):
-    monkeypatch.setattr(serve, "MOST_CONNECTIONS", server.connections + 2)
+    wait_for(lambda: server.connections == 0)  # those of earlier tests are gone
+    monkeypatch.setattr(serve, "MOST_CONNECTIONS", 2)
     silent = [raw(server, b"GET") for _ in range(2)]
-    time.sleep(0.2)
+    wait_for(lambda: server.connections == 2)
     with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
         ask(server, "/")
     for connection in silent:
         connection.close()
-    time.sleep(0.2)
+    wait_for(lambda: server.connections == 0)
     assert ask(server, "/")[0] == 200  # there is room again
+
+
+def wait_for(test, seconds=10):
+    until = time.monotonic() + seconds
+    while not test():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def read_until(connection, wanted):
