@@ -24,7 +24,8 @@ from catalog import AFTER, BEFORE, BLOCK, blocks_of, by_token, layer_of, names_o
 from eval import EDGES
 from helpers import progress, say, whole_file
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+WEB = os.path.join(os.path.dirname(os.path.abspath(__file__)), "web")
+SCRIPTS = ("base.js", "overview.js", "table.js", "feature.js", "texts.js", "live.js", "page.js")
 MOST = 10_000_000         # bytes of a page with all of its data in it
 PIECE = 2 ** 18           # bytes of a piece with the codes of some windows, about
 
@@ -177,18 +178,18 @@ def level_figures(layer, family, tokens):
 
 
 def write_page(path, about, inside):
-    """The HTML file: view.html with its style, its script and the data in it, and a policy that allows nothing else."""
-    style, script = "\n" + read_own("view.css"), "\n" + "".join(map(read_own, ("view.js", "views.js", "live.js")))
+    """The HTML file: page.html with its style, its script and the data in it, and a policy that allows nothing else."""
+    style, script = "\n" + read_own("page.css"), "\n" + "".join(map(read_own, SCRIPTS))
     policy = (f"default-src 'none'; script-src 'self' file: {sri(script)}; style-src {sri(style)}; connect-src 'self'; "
               "img-src data:; base-uri 'none'; form-action 'none'")
     parts = {"title": html.escape(about["title"]), "policy": policy, "style": style, "script": script,
              "data": f'{{"about":{as_json(about)},"chunks":{inside}}}'}
     with whole_file(path) as file:  # in one go: what a part holds is never looked at again
-        file.write(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], read_own("view.html")))
+        file.write(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], read_own("page.html")))
 
 
 def read_own(name):
-    with open(os.path.join(HERE, name), encoding="utf-8") as file:
+    with open(os.path.join(WEB, name), encoding="utf-8") as file:
         return file.read()
 
 

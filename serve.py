@@ -113,13 +113,14 @@ class Live:
                 "busy": self.busy.locked()}
 
     def codes(self, given):
-        """{tokens, layers: {layer: of every token [[unfolded id, strength], ...]}}"""
+        """{tokens, layers: {layer: of every token [[unfolded id, strength], ...], the strongest first}}"""
         tokens = prompt_tokens(self.run, text_in(given, "text"))
         layers = {}
         for layer, code in read_codes(self.run.model, tokens, self.source).items():
             ids, strength = unfold(code, self.source.m)
-            layers[layer] = [[[id, round(value, 4)] for id, value in zip(*pair) if value > 0]
-                             for pair in zip(ids[0].tolist(), strength[0].float().tolist())]
+            pairs = zip(ids[0].tolist(), strength[0].float().tolist())
+            layers[layer] = [sorted(([id, round(value, 4)] for id, value in zip(*pair) if value > 0),
+                                    key=lambda found: -found[1]) for pair in pairs]
         return {"tokens": tokens[0].tolist(), "layers": layers}
 
     def effect(self, given):

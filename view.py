@@ -160,6 +160,7 @@ def describe_run(run, source, index, tokens, options):
     """What the overview says that needs no pass over the firings."""
     config = run.config
     return {
+        "name": name_of(run) + ("" if source.kind == "own" else f" {source.name}"),
         "title": f"{name_of(run)}: features" + ("" if source.kind == "own" else f" of {source.name}"),
         "run": options.run, "checkpoint": run.path, "step": run.content["step"],
         "source": source.name, "kind": source.kind, "site": source.site, "option": options.source,

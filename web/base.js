@@ -207,16 +207,12 @@ async function readWords() {
 // Search
 
 function matcher(query) { // find(text, from): [start, end] of the first match from there on, or null; or an error
-  const expression = /^\/(.*)\/([a-z]*)$/s.exec(query), plain = query.toLowerCase();
-  if (!expression) {
-    return { find: (text, from = 0) => {
-      const at = text.toLowerCase().indexOf(plain, from);
-      return at < 0 ? null : [at, at + query.length];
-    } };
-  }
+  const given = /^\/(.*)\/([a-z]*)$/s.exec(query);
+  const [source, flags] = given ? [given[1], given[2].replace(/[gy]/g, "") + "g"] :
+    [query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "gi"];
   try {
-    const pattern = new RegExp(expression[1], expression[2].replace(/[gy]/g, "") + "g");
-    return { find: (text, from = 0) => {
+    const pattern = new RegExp(source, flags);
+    return { find(text, from = 0) {
       pattern.lastIndex = from;
       const found = pattern.exec(text);
       return found && [found.index, found.index + Math.max(1, found[0].length)];
