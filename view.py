@@ -11,6 +11,7 @@ in the run's folder, and made once for the same weights: where features fire (fe
 import argparse
 import contextlib
 import os
+import shlex
 
 import numpy as np
 import torch
@@ -21,9 +22,10 @@ from checkpoint import name_of, open_run, weights_hash
 from features import describe_source, open_index, read_arrays, write_arrays
 from helpers import Records, UserError, check_writable, checksum, locked, provenance, read_json, run_script, say, within
 from labels import groups_of
+from live import Live
 from page import Facts, write_all
 from score import Scorer
-from serve import Live, serve
+from serve import serve
 from sources import open_source, open_tokens
 from steer import piece
 from toyworld import is_toy
@@ -156,14 +158,20 @@ def control_of(run, count, groups):
     return {layer: names_of(layer_of(index, layer), groups, run.config.context)[1].tolist() for layer in index.layers}
 
 
+def command_of(options):
+    given = [f"--{name} {shlex.quote(getattr(options, name))}" for name in ("source", "site")
+             if getattr(options, name) not in ("own", None)]
+    return " ".join(["python view.py", shlex.quote(options.run), *given])
+
+
 def describe_run(run, source, index, tokens, options):
     """What the overview says that needs no pass over the firings."""
     config = run.config
     return {
         "name": name_of(run) + ("" if source.kind == "own" else f" {source.name}"),
         "title": f"{name_of(run)}: features" + ("" if source.kind == "own" else f" of {source.name}"),
-        "run": options.run, "checkpoint": run.path, "step": run.content["step"],
-        "source": source.name, "kind": source.kind, "site": source.site, "option": options.source,
+        "checkpoint": run.path, "step": run.content["step"],
+        "source": source.name, "kind": source.kind, "command": command_of(options),
         "toy": is_toy(run.encoding), "data": config.data, "parameters": run.model.count_parameters(),
         "shape": {key: getattr(config, key) for key in ("layers", "d", "heads", "context", "bottleneck")},
         "active": list(config.active) if source.kind == "own" else None, "m": index.m, "layers": index.layers,
@@ -217,6 +225,8 @@ def parse(arguments):
     parser.add_argument("--serve", action="store_true", help="show the page on 127.0.0.1, with the model behind it")
     parser.add_argument("--port", type=within(int, 0, 65535), default=8137, metavar="N",
                         help="of --serve; 0 takes any that is free (8137)")
+    parser.add_argument("--vector", metavar="FILE",
+                        help="with --serve: a vector to steer with, that sample.py --save-vector has written")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     return parser.parse_args(arguments)
 

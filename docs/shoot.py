@@ -3,8 +3,8 @@
     python docs/shoot.py out/tiny                  writes docs/view_*.png
     python docs/shoot.py out/tiny --all DIR        every view, 1280 and 400 pixels wide, light and dark, to look at
 
-What is shown is the page of that run as `python view.py RUN --serve` has it. A picture has 64 colours: it is as large as
-one of text should be, and nobody sees the difference.
+What is shown is the page of that run as `python view.py RUN --serve` has it. A picture has 64 colours: that is a third
+of the size, and nobody sees the difference.
 """
 import argparse
 import os
@@ -22,7 +22,8 @@ from browser import Browser, find_browser  # noqa: E402
 import view  # noqa: E402
 from checkpoint import open_run  # noqa: E402
 from helpers import UserError, run_script, say  # noqa: E402
-from serve import Live, open_server  # noqa: E402
+from live import Live  # noqa: E402
+from serve import open_server  # noqa: E402
 from sources import open_source  # noqa: E402
 
 WRITE = """(live.given = {...live.given, text: "In 1436, a", tokens: 50, seed: 2,

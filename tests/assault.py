@@ -147,7 +147,8 @@ COMMANDS = r"""
 0 view.py out/dense --source {topk,neurons,out/dense/sae/topk-mlp_in-0} --effects 8
 0 view.py out/run --source hash --site block_out --effects 8 --index-tokens 64
 1 view.py out/dense  # says sae.py
-1 view.py out/run --{source=x,source=topk,source={byte},source=,site=x,port=65536,port=x,index-tokens=0,effects=-1,device=foo}
+1 view.py out/run --{source=x,source=topk,source={byte},source=,site=x,index-tokens=0,effects=-1,device=foo}
+1 view.py out/run --effects 8 --serve --{port=65536,port=x,port=-1,vector=nowhere,vector=plain.pt,vector=data}
 1 view.py {nowhere,data,small.py,foreign/ckpt.pt,plain.pt,pickle.pt,vector.npz,{byte},''}
 ? view.py {loud,nan}.pt --effects 8 --index-tokens 64
 ? view.py out/listed --effects 8

@@ -14,14 +14,17 @@ import torch
 from browser import Browser
 from test_view import TOKENS, make_run, needs_browser
 
+import live
+import sae
 import serve
 import view
 from checkpoint import open_run
 from dpb import Code
 from features import effect, open_index, prompt_tokens
 from helpers import UserError
+from live import Live
 from sources import open_source, read_codes
-from steer import Change, change_features
+from steer import Change, change_features, contrast, toy_texts
 from tokenizer import END
 
 
@@ -32,7 +35,7 @@ def server(tmp_path_factory):
     arguments = [folder, "--index-tokens", str(TOKENS), "--device", "cpu", "--effects", "10"]
     view.main(arguments)
     run = open_run(folder)
-    live = serve.Live(run, open_source(run), f"{folder}/features.html", view.parse(arguments))
+    live = Live(run, open_source(run), f"{folder}/features.html", view.parse(arguments))
     with serve.open_server(live, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -56,6 +59,14 @@ def events(text):
 
 def text_on(side, found):
     return "".join(event["text"] for event in found if event.get("side") == side)
+
+
+def printed_by(lines):
+    """What Python lines print, up to the end of the text."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(lines, {})
+    return printed.getvalue().removesuffix("\n").partition(END)[0]
 
 
 def raw(server, content):
@@ -208,29 +219,38 @@ def test_the_python_lines_write_the_same_text(server, monkeypatch):
     assert found[-1] == {"done": True} and text_on(0, found) != text_on(1, found)
     lines = json.loads(ask(server, "/api/next", given)[1])["python"]
     for text, side in ((lines, 1), (re.sub(r",\s*\*\*source.edited\(.*\)\)\n", ")\n", lines), 0)):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(text, {})
-        assert printed.getvalue().removesuffix("\n").partition(END)[0] == text_on(side, found)
+        assert printed_by(text) == text_on(side, found)
+
+
+def test_the_lines_for_saes_and_a_saved_vector_write_the_same_text(tmp_path):
+    folder, path = make_run(tmp_path, "none"), str(tmp_path / "vector.npz")
+    sae.main([folder, "--steps", "16", "--batch-tokens", "64", "--eval-tokens", "64"])
+    run = open_run(folder)
+    source = open_source(run, "topk")
+    contrast(run, source, "sea", *toy_texts("sea"), steps=0).save(path)
+    served = Live(run, source, "", view.parse([folder, "--source", "topk", "--vector", path]))
+    assert served.state({})["concepts"][0] == path
+    edit = {"feature": "1:5+", "kind": "add", "amount": 9}
+    for given in ({"edits": [edit]}, {"concept": path, "alpha": 30}, {"edits": [edit], "concept": path, "alpha": -20}):
+        given, found = {"text": "In", "tokens": 12} | given, []
+        served.generate(given, found.append)
+        assert text_on(0, found) != text_on(1, found) == printed_by(served.next(given)["python"])
 
 
 def test_steering_is_fitted_once_and_its_lines_do_the_same(server, monkeypatch):
-    made, contrast = [], serve.contrast
+    made, contrast = [], live.contrast
 
     def short(*arguments):
         made.append(arguments[2])
         return contrast(*arguments, steps=2)
-    monkeypatch.setattr(serve, "contrast", short)
+    monkeypatch.setattr(live, "contrast", short)
     given = {"text": "In", "concept": "sea", "alpha": 40, "tokens": 12}
     first, second = (events(ask(server, "/api/generate", given)[1]) for _ in range(2))
     assert "fitting" in first[0]["status"] and made == ["sea"]
     assert text_on(1, first) == text_on(1, second) != text_on(0, second)
     lines = json.loads(ask(server, "/api/next", given)[1])["python"]
     monkeypatch.setattr("steer.contrast", short)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(lines, {})
-    assert printed.getvalue().removesuffix("\n").partition(END)[0] == text_on(1, first)
+    assert printed_by(lines) == text_on(1, first)
 
 
 def test_probabilities_are_those_of_the_edited_model(server):
@@ -338,6 +358,14 @@ def test_a_feature_is_edited_in_the_page(server, slow):
         found = events(ask(server, "/api/generate", given)[1])
         assert texts == [given["text"] + text_on(side, found) for side in (0, 1)]
         assert all(text.startswith("The <img") for text in texts)
+        browser.click("#codes [aria-label^=edit]")  # a feature of the text, beside its code
+        browser.wait("live.given.edits.length === 2 && document.querySelectorAll('#edits .edit').length === 2")
+        browser.click("#follow")
+        browser.run("live.given.text = document.querySelector('#prompt').value = 'The'")
+        browser.click("#edits .edit:last-child button")  # removed: both texts are written anew
+        browser.wait("""live.given.edits.length === 1 && !live.writing &&
+                        !document.querySelector('#edited').textContent.includes('onerror')""")
+        browser.click("#follow")
         browser.run("live.given.tokens = 1000")
         browser.click("#write")
         browser.wait("document.querySelector('#edited').textContent.length > 60")
@@ -351,6 +379,26 @@ def test_a_feature_is_edited_in_the_page(server, slow):
         assert [problem for problem in browser.problems if "400" not in problem] == []
         assert browser.run("document.querySelectorAll('main img').length") == 0
         assert all(request.startswith((home, "data:", "about:")) for request in browser.requests)
+
+
+@needs_browser
+def test_steering_has_a_slider(server, monkeypatch):
+    live = server.live
+    vector = contrast(live.run, live.source, "sea", *toy_texts("sea"), steps=0)
+    monkeypatch.setattr(live, "vectors", {"sea": vector})
+    with Browser() as browser:
+        browser.open(f"http://127.0.0.1:{server.server_port}/#live")
+        browser.wait("document.querySelector('#next tr[data-token]')")
+        assert browser.run("document.querySelector('#alpha').offsetParent === null")  # there is nothing to steer with
+        for node, value, event in (("concept", "sea", "change"), ("alpha", "3", "input")):
+            browser.run(f"""(node => {{ node.value = {value!r}; node.dispatchEvent(new Event({event!r})); }})(
+                document.getElementById({node!r}))""")
+        assert browser.run("document.querySelector('#alpha').offsetParent !== null")
+        browser.wait("document.querySelector('#python').textContent.includes('add_features(vector, 3.0, layer, code)')")
+        found = json.loads(ask(server, "/api/next", {"text": "In 1436, a", "concept": "sea", "alpha": 3})[1])["tokens"]
+        assert browser.run("[...document.querySelectorAll('#next tr[data-token]')].map(row => row.cells[2].textContent)"
+                           ) == [f"{after:.1%}" for _, _, after in found]
+        assert browser.problems == []
 
 
 @needs_browser

@@ -60,8 +60,8 @@ def describe(index, rng):
     layers = index.layers
     rows = [{"code": 3.0, "h": 2.9, "zero": 5.0}] * (len(layers) + 1)
     names = [f"synthetic {number}" for number in range(100)]
-    return {"name": "synthetic", "title": "a synthetic index", "run": "out/synthetic", "checkpoint": "best.pt", "step": 0, "source": "own",
-            "kind": "own", "site": "mlp_in", "option": "own", "toy": False, "data": "nothing", "parameters": 0,
+    return {"name": "synthetic", "title": "a synthetic index", "checkpoint": "best.pt", "step": 0, "source": "own",
+            "kind": "own", "command": "python tests/view_scale.py", "toy": False, "data": "nothing", "parameters": 0,
             "shape": {"layers": len(layers), "d": LOW, "heads": 16, "context": CONTEXT, "bottleneck": "parity"},
             "m": M, "layers": layers, "tokens": index.tokens, "context": CONTEXT, "firings": len(index.positions),
             "end": VOCABULARY - 1, "effect_at": 5, "made": provenance(), "key": "synthetic", "labels": names,

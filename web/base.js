@@ -4,7 +4,7 @@
 
 const { about, chunks: inside } = JSON.parse(document.getElementById("data").textContent);
 const LIVE = document.documentElement.dataset.live === "yes";
-const COMMAND = `python view.py ${about.run}${about.kind === "own" ? "" : ` --source ${about.option}`}`;
+const COMMAND = about.command;
 const NONE = 2 ** 32 - 1; // no position
 const PAGE = 100; // rows of a table
 const views = {}; // functions that return an element

@@ -92,7 +92,7 @@ function otherSign(found, id) {
     el("p", { id: "other-sign" }, link(found.layer, other), row < 0 ? " never fires." : [
       ` fires on ${percent(found.count[row] / about.tokens, 3)} of all tokens`,
       label && `, best label ${label} (F1 ${fixed(share(found, "f1", row))})`,
-      ", strongest on ", topTokens(found, row), ". It has the same index, but is a feature of its own."])];
+      ". It is a feature of its own, strongest on ", topTokens(found, row)])];
 }
 
 // The page

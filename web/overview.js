@@ -30,8 +30,8 @@ function worldNote() {
 
 function lossTable() {
   const { loss, rows } = about.losses;
-  const value = number => [number.toFixed(4), el("span", { class: "soft small delta" },
-    number === loss ? "" : signed(number - loss))];
+  const value = number => [number.toFixed(4),
+    number !== loss && el("span", { class: "soft small delta" }, signed(number - loss))];
   const body = rows.map((row, at) => el("tr", { class: at === rows.length - 1 ? "sum" : "" },
     cell(at < rows.length - 1 ? about.layers[at] : "all", "text"),
     [row.code, row.h, row.zero].map(number => cell(value(number)))));
@@ -46,7 +46,7 @@ function lossTable() {
 function levelTable() {
   const { explained } = about.losses;
   const heads = [["layer", "text"], ["level", "text"], "features", "never fire", "L0",
-    ...(explained ? [["explained", "narrow"]] : []), ["how often they fire", "text"]];
+    ...(explained ? [["explained", "narrow"]] : []), ["rates", "text"]];
   const body = about.levels.flatMap((levels, at) => levels.map((figures, level) => el("tr", {},
     cell(level ? "" : about.layers[at], "text"), cell(level, "text"), cell(whole(figures.features)),
     cell(percent(figures.dead, 2)), cell(figures.l0.toFixed(2)),
