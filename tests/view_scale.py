@@ -90,38 +90,44 @@ def size_of(path):
     return os.path.getsize(path) + sum(files), len(files), max(files)
 
 
+def name_of(feature):
+    layer, id = divmod(int(feature), 2 * M)
+    return f"#{layer}:{id % M}{'+-'[id // M]}"
+
+
 def measure(path, index, rng):
     """{view: milliseconds of every try}"""
     found, counts = {}, np.diff(index.offsets)
-
-    def name(feature):
-        layer, id = divmod(int(feature), 2 * M)
-        return f"#{layer}:{id % M}{'+-'[id // M]}"
+    some, commonest = rng.permutation(np.flatnonzero(counts)), (-counts).argsort()[:20]
     with Browser() as browser:
         def visit(what, hash):
             began = browser.run("performance.now()")
             browser.run(f"location.hash = {hash!r}")
             found.setdefault(what, []).append(browser.run(DRAWN) - began)
 
-        for _ in range(5):
+        def load(what, hash):
             browser.open("about:blank")
-            browser.open(f"file://{path}#overview")
+            browser.open(f"file://{path}{hash}")
             browser.wait("document.getElementById('main')?.dataset.shown")
-            found.setdefault("first view, from the start of loading", []).append(browser.run(DRAWN))
-        for feature in rng.permutation(np.flatnonzero(counts))[:50]:
-            visit("a feature, any that fires", name(feature))
-        for feature in (-counts).argsort()[:20]:
-            visit("a feature, one of the commonest", name(feature))
-        browser.open("about:blank")
-        browser.open(f"file://{path}#overview")
-        browser.wait("document.getElementById('main')?.dataset.shown")
-        visit("the table of a layer, first", "#features?layer=0&sort=rate")
-        visit("the table of a layer, sorted anew", "#features?layer=0&sort=f1")
-        visit("a search by token in a layer", "#features?layer=0&sort=f1&q=word1f")
-        visit("a regular expression in the contexts of a layer", "#features?layer=0&in=text&q=%2Fword1f.*word2%2F")
-        visit("the table of all layers, first", "#features?layer=all&sort=rate")
-        visit("the table of all layers, sorted anew", "#features?layer=all&sort=effect")
-        visit("a text", "#text/0")
+            found.setdefault(f"{what}, the page opened there", []).append(browser.run(DRAWN))
+
+        for feature in some[:10]:
+            load("a feature", name_of(feature))
+        for _ in range(10):
+            load("the overview", "#overview")
+        for feature in some[10:60]:
+            visit("a feature, any that fires", name_of(feature))
+        for feature in commonest:
+            visit("a feature, one of the commonest", name_of(feature))
+        for number in range(10):
+            load("the table of a layer", "#features?layer=0&sort=rate")
+            visit("the table of a layer, sorted anew", "#features?layer=0&sort=f1")
+            visit("a search by token in a layer", f"#features?layer=0&q=word1{number}")
+            visit("a search in the contexts of a layer", f"#features?layer=0&in=text&q=%2Fword1{number}.*word2%2F")
+            visit("a text", f"#text/{number}")
+        for _ in range(5):
+            load("the table of all layers", "#features?layer=all&sort=rate")
+            visit("the table of all layers, sorted anew", "#features?layer=all&sort=effect")
         assert not browser.problems, browser.problems
     return found
 
@@ -146,7 +152,7 @@ def main(arguments):
               f"tokens\nbuilt in {time.monotonic() - began:.0f} s: {size / 1e6:,.0f} MB in {files:,} pieces, the "
               f"largest {largest / 1e6:.1f} MB; memory {after / 1e3:,.0f} MB at most, {before / 1e3:,.0f} MB before")
         for what, times in measure(path, index, rng).items():
-            print(f"{what:<50}{np.median(times):>8,.0f} ms{max(times):>8,.0f} ms{len(times):>5} tries")
+            print(f"{what:<50}{np.median(times):>8,.0f} ms{max(times):>8,.0f} ms, {len(times)} tries")
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ function el(tag, attributes, ...children) {
 }
 
 const whole = value => Math.round(value).toLocaleString("en-US");
-const fixed = (value, digits = 2) => value == null || Number.isNaN(value) ? "–" : value.toFixed(digits);
+const known = value => value != null && !Number.isNaN(value);
+const fixed = (value, digits = 2) => known(value) ? value.toFixed(digits).replace("-", "−") : "–";
 const percent = (value, digits = 1) => (100 * value).toFixed(digits) + "%";
-const signed = value => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(4);
-const millionths = value => value == null || Number.isNaN(value) ? "–" : whole(Math.max(0, 1e6 * value));
+const signed = value => (value < 0 ? "" : "+") + fixed(value, 4);
+const millionths = value => known(value) ? whole(Math.max(0, 1e6 * value)) : "–"; // rounding may leave one below 0
 const sum = values => values.reduce((a, b) => a + b, 0);
 
 const soft = (...text) => el("p", { class: "soft small" }, text);
