@@ -4,9 +4,9 @@
     python view.py out/tiny_gpt --source topk      the features of SAEs, or of a control: sources.py
     python view.py out/tiny --serve                the same page on 127.0.0.1: type a text, edit features, steer
 
-The page needs no network and no server: page.py makes it, serve.py is behind it with --serve. What takes long is kept
-in the run's folder, and made once for the same weights: where features fire (features.npz), what they do
-(features-effects-*.npz), losses (eval.json) and other figures (view.jsonl).
+The page needs no network and no server: page.py makes it from what catalog.py finds, serve.py is behind it with
+--serve. What takes long is made once for the same weights, and kept in the run's folder: where features fire
+(features.npz), losses (eval.json), what features do and other figures (view/).
 """
 import argparse
 import contextlib
@@ -102,14 +102,15 @@ def effects_of(run, source, index, tokens, stem, key, most):
     counts, each = np.diff(index.offsets), max(64, 2 ** 24 // run.config.vocab_size)
     live = np.flatnonzero(counts)
     chosen = np.sort(live[np.argsort(-counts[live], kind="stable")[:most]])
-    parts = []
+    parts, said = [], False
     for number, first in enumerate(range(0, len(chosen), each)):
-        path = f"{stem}-effects-{number:05}.npz"
+        path = f"{stem}-{number:05}.npz"
         arrays = read_arrays(path)
         wanted = f"{key} {most} {EFFECT_AT} {TOKENS} {first} {VERSION}"
         if arrays is None or str(arrays.get("key")) != wanted:
-            if number == 0 or not parts:
-                say(f"taking {len(chosen):,} features away where they are strongest, to see what they do, once")
+            if not said:
+                say(f"taking {len(chosen) - first:,} features away where they are strongest, to see what they do, once")
+                said = True
             arrays = some_effects(run, source, index, tokens, chosen[first : first + each])
             write_arrays(path, arrays | {"key": np.array(wanted)})
         parts.append(arrays)
@@ -164,7 +165,7 @@ def command_of(options):
     return " ".join(["python view.py", shlex.quote(options.run), *given])
 
 
-def describe_run(run, source, index, tokens, options):
+def describe_run(run, source, index, options):
     """What the overview says that needs no pass over the firings."""
     config = run.config
     return {
@@ -173,32 +174,36 @@ def describe_run(run, source, index, tokens, options):
         "checkpoint": run.path, "step": run.content["step"],
         "source": source.name, "kind": source.kind, "command": command_of(options),
         "toy": is_toy(run.encoding), "data": config.data, "parameters": run.model.count_parameters(),
-        "shape": {key: getattr(config, key) for key in ("layers", "d", "heads", "context", "bottleneck")},
-        "active": list(config.active) if source.kind == "own" else None, "m": index.m, "layers": index.layers,
-        "tokens": index.tokens, "context": config.context, "firings": len(index.positions),
+        "shape": {key: getattr(config, key) for key in ("layers", "d", "bottleneck")}, "m": index.m,
+        "layers": index.layers, "tokens": index.tokens, "context": config.context, "firings": len(index.positions),
         "end": run.encoding.eot_token, "vocabulary": token_texts(run.encoding),
         "effect_at": EFFECT_AT, "made": provenance()}
 
 
 def build(run, source, path, options):
     """Write the page of a source and what belongs to it."""
-    folder, weights = os.path.dirname(run.path), weights_hash(run.model)
+    folder, weights = os.path.join(os.path.dirname(run.path), "view"), weights_hash(run.model)
+    with locked(folder, ""):  # and not the run's, which may be in training
+        write_all(path, *gather(run, source, folder, weights, options))
+
+
+def gather(run, source, folder, weights, options):
+    """(about, Facts) of a source: all that its page says."""
     index, tokens = open_index(run, source, options.index_tokens, say)
-    records, context = Records(os.path.join(folder, "view.jsonl")), run.config.context
+    records, context = Records(os.path.join(folder, "figures.jsonl")), run.config.context
     key = checksum([VERSION, weights, source.key, tokens.identity(), index.tokens])
     windows = tokens.windows(range(index.tokens // context), context)[:, :-1].numpy()
     groups = groups_of(run.encoding, windows)
-    about = describe_run(run, source, index, tokens, options) | {
+    about = describe_run(run, source, index, options) | {
         "key": key, "losses": losses_of(run, source, weights, records),
         "ranking": ranking(run, source, weights, options.index_tokens, records),
         "labels": [f"{group.name} {label}" for group in groups for label in group.labels],
         "control": None if source.kind == "hash" else control_of(run, options.index_tokens, groups)}
     own = source.kind == "own"
     families = {layer: family_of(source.layers[layer]) if own else None for layer in index.layers}
-    stem = path.removesuffix(".html")
+    stem = os.path.join(folder, f"effects-{source.name}")
     look = effects_of(run, source, index, tokens, stem, key, options.effects)
-    facts = Facts(index, windows.flatten(), context, families, groups, about["control"], look)
-    write_all(path, about, facts)
+    return about, Facts(index, windows.flatten(), context, families, groups, about["control"], look)
 
 
 # The command
@@ -238,8 +243,7 @@ def main(arguments):
     path = page_path(run, source)
     check_writable(path)
     say(f"{run.path}: the features of {describe_source(source)}")
-    with locked(f"{path.removesuffix('.html')}.lock", ""):  # the run itself may be in training
-        build(run, source, path, options)
+    build(run, source, path, options)
     if options.serve:
         serve(Live(run, source, path, options), options.port)
     else:

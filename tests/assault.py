@@ -248,8 +248,8 @@ out/run/config.json : eval.py out/run --tasks val : stdout
 out/run/eval.json : eval.py out/run --tasks val : stdout out/run/eval.json
 out/run/features.npz : sample.py out/run --feature 0:3+ : stdout
 out/run/features.npz : view.py out/run --effects 64 : out/run/features.html
-out/run/features-effects-00000.npz : view.py out/run --effects 64 : out/run/features.html
-out/run/view.jsonl : view.py out/run --effects 64 : out/run/features.html
+out/run/view/effects-own-00000.npz : view.py out/run --effects 64 : out/run/features.html
+out/run/view/figures.jsonl : view.py out/run --effects 64 : out/run/features.html
 out/dense/sae/topk-mlp_in-0/sae.safetensors : sample.py out/dense --features --prompt The --source topk : stdout
 out/dense/sae/topk-mlp_in-1/config.json : sample.py out/dense --features --prompt The --source topk : stdout
 vector.npz : sample.py out/run --tokens 5 --samples 1 --vector vector.npz : stdout

@@ -62,7 +62,7 @@ def describe(index, rng):
     names = [f"synthetic {number}" for number in range(100)]
     return {"name": "synthetic", "title": "a synthetic index", "checkpoint": "best.pt", "step": 0, "source": "own",
             "kind": "own", "command": "python tests/view_scale.py", "toy": False, "data": "nothing", "parameters": 0,
-            "shape": {"layers": len(layers), "d": LOW, "heads": 16, "context": CONTEXT, "bottleneck": "parity"},
+            "shape": {"layers": len(layers), "d": LOW, "bottleneck": "parity"},
             "m": M, "layers": layers, "tokens": index.tokens, "context": CONTEXT, "firings": len(index.positions),
             "end": VOCABULARY - 1, "effect_at": 5, "made": provenance(), "key": "synthetic", "labels": names,
             "vocabulary": [f" word{number:x}" for number in range(VOCABULARY)],
