@@ -228,7 +228,7 @@ def parse(arguments):
                         help="of so many features, those that fire most, see what they do: it takes most of the time "
                              "(65536)")
     parser.add_argument("--serve", action="store_true", help="show the page on 127.0.0.1, with the model behind it")
-    parser.add_argument("--port", type=within(int, 0, 65535), default=8137, metavar="N",
+    parser.add_argument("--port", type=within(int, 0, 65535), metavar="N",
                         help="of --serve; 0 takes any that is free (8137)")
     parser.add_argument("--vector", metavar="FILE",
                         help="with --serve: a vector to steer with, that sample.py --save-vector has written")
@@ -238,14 +238,17 @@ def parse(arguments):
 
 def main(arguments):
     options = parse(arguments)
+    if not options.serve and (options.vector or options.port is not None):
+        raise UserError("--port and --vector are of the live parts: give --serve, too")
     run = open_run(options.run, options.device)
     source = open_source(run, options.source, options.site)
     path = page_path(run, source)
     check_writable(path)
+    live = Live(run, source, path, options) if options.serve else None  # a vector that is none is told before the work
     say(f"{run.path}: the features of {describe_source(source)}")
     build(run, source, path, options)
-    if options.serve:
-        serve(Live(run, source, path, options), options.port)
+    if live:
+        serve(live, 8137 if options.port is None else options.port)
     else:
         say(f"open {os.path.abspath(path)} in a browser; it needs no network. --serve adds the live parts")
 

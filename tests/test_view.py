@@ -221,7 +221,9 @@ def test_the_page_is_one_file_that_names_no_other_place(folder):
 
 
 @pytest.mark.parametrize("arguments, says", [(["nowhere"], "holds no checkpoint"), (["--source", "x"], "no source 'x'"),
-                                             (["--source", "topk"], "sae.py"), (["--site", "x"], "no site 'x'")])
+                                             (["--source", "topk"], "sae.py"), (["--site", "x"], "no site 'x'"),
+                                             (["--port", "1"], "--serve"), (["--vector", "x"], "--serve"),
+                                             (["--vector", "x", "--serve"], "no vector")])
 def test_wrong_commands_are_answered_with_a_sentence(folder, arguments, says):
     with pytest.raises(UserError, match=re.escape(says)):
         view.main(arguments if arguments[0] == "nowhere" else [folder, *arguments])

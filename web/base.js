@@ -147,7 +147,8 @@ function tokenPiece(token) {
 }
 
 function tint(span, value, most) { // colour, an underline and a title say the same
-  span.style.setProperty("--t", value ? Math.min(1, value / most).toFixed(3) : 0);
+  span.classList.toggle("on", value > 0);
+  if (value) span.style.setProperty("--t", Math.min(1, value / most).toFixed(3));
   span.title = value ? value.toFixed(2) : "";
 }
 
