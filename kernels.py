@@ -409,7 +409,7 @@ def flip_signs(x, words, b, w, r, rows, d: tl.constexpr, W: tl.constexpr, UPCAST
     else:
         sign = (((words >> b) & 1) << 15).to(tl.int16)
         piece = (piece.to(tl.int16, bitcast=True) ^ sign).to(x.dtype.element_ty, bitcast=True)
-    return piece.to(tl.float32) if UPCAST else piece  # Triton's interpreter multiplies the bit patterns of bfloat16
+    return piece.to(tl.float64) if UPCAST else piece
 
 
 @jit(do_not_specialize=["rows", "low", "high"])
@@ -425,6 +425,10 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, h
     Each turn of the loop flips the piece that the next one multiplies. So the flipping goes on while the tensor cores
     work; and the piece, as a value carried by the loop, is multiplied from shared memory. From registers it must not
     be: Triton 3.7.1 lets the next turn overwrite them while a product of Hopper's still reads (aot.py looks for that).
+
+    A GPU adds up all products of a tile in one order, so that copies of a child, of several parents, are equal to the
+    bit: select_kernel needs that. In Triton's interpreter numpy's order depends on the CPU and the place in the tile,
+    and bfloat16 is multiplied by its bit patterns: so UPCAST, there, multiplies in float64.
     """
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
     j = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -433,19 +437,19 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, h
     i = tl.where((i >= 0) & (i < low), i, 0).to(tl.int32)
     words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
     x += (r // P)[:, None] * d
-    total = tl.zeros([BM, BN], tl.float32)
+    total = tl.zeros([BM, BN], tl.float64 if UPCAST else tl.float32)
     flipped = flip_signs(x, words, 0, w, r, rows, d, W, UPCAST)
     for b in range(BITS):
         k = b * W + w
         right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
         if UPCAST:
-            right = right.to(tl.float32)
+            right = right.to(tl.float64)
         following = flip_signs(x, words, (b + 1) % BITS, w, r, rows, d, W, UPCAST)
-        total = tl.dot(flipped, right, total, input_precision="ieee")
+        total = tl.dot(flipped, right, total, input_precision="ieee", out_dtype=total.dtype)
         flipped = following
     # The parents again, and by quarters: what is not needed at a time must not take registers.
     i = tl.load(parents + r, mask=r < rows, other=-1)
-    left, right = halves(total * scale, BM, BN)
+    left, right = halves(total.to(tl.float32) * scale, BM, BN)
     j = tl.program_id(1) * BN + tl.arange(0, BN // 4)
     for half in tl.static_range(2):
         one, two = halves(right if half else left, BM, BN // 2)
@@ -475,7 +479,7 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None
         x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
         moments=moments, z=z, rows=N * P, low=low, high=high, scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
         d=d, BITS=bits, W=W, BM=BM, BN=BN, num_warps=warps, num_stages=3 if W <= 32 else 2,
-        UPCAST=triton.knobs.runtime.interpret and x.dtype == torch.bfloat16)
+        UPCAST=triton.knobs.runtime.interpret)
 
 
 COLUMNS = 4096  # generators whose sign rows are held at a time
