@@ -22,12 +22,13 @@ import numpy as np
 
 from catalog import AFTER, BEFORE, BLOCK, blocks_of, by_token, layer_of, names_of, table_of
 from eval import EDGES
-from helpers import progress, say, whole_file
+from helpers import UserError, progress, say, whole_file
 
 WEB = os.path.join(os.path.dirname(os.path.abspath(__file__)), "web")
 SCRIPTS = ("base.js", "overview.js", "table.js", "feature.js", "texts.js", "live.js", "page.js")
 MOST = 10_000_000         # bytes of a page with all of its data in it
 PIECE = 2 ** 18           # bytes of a piece with the codes of some windows, about
+NAME = re.compile(r"[a-z]+(-\d{1,9}){0,2}\.js")  # of the file of a piece
 
 
 # Pieces of data
@@ -53,6 +54,15 @@ def pack_exact(array):
 def as_json(content):
     """JSON in ASCII that may stand in a script, and in HTML."""
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def check_folder(path):
+    """A folder with the name of the page's pieces that holds something else is not ours to replace."""
+    folder = path.removesuffix(".html")
+    foreign = [name for name in os.listdir(folder) if not NAME.fullmatch(name)] if os.path.isdir(folder) else []
+    if foreign or os.path.isfile(folder):
+        what = f"holds {min(foreign)}" if foreign else "is a file"
+        raise UserError(f"{folder} is where the data of the page belong, but it {what}: move that away")
 
 
 class Chunks:
@@ -101,9 +111,8 @@ class Facts(NamedTuple):
     corpus: np.ndarray       # (tokens,) that it is about
     context: int
     families: dict           # {layer: catalog.Family, or None}
-    groups: tuple = ()       # of labels
-    control: dict = {}       # {layer: the hash's F1 of every label}
-    effects: object = None   # function of (layer, features): {ups, up_values, downs, down_values, kl}
+    groups: tuple            # of labels
+    effects: object          # function of (layer, features): {ups, up_values, downs, down_values, kl}, or None
 
 
 def write_chunks(chunks, facts):
@@ -120,7 +129,7 @@ def write_chunks(chunks, facts):
             names, _ = names_of(layer, facts.groups, context)
             table |= {"label": names["label"][live] + 1}  # 0 is none
             table |= {key: whole_share(names[key][live]) for key in ("f1", "precision", "recall", "purity")}
-        done = facts.effects(number, live) if facts.effects else None
+        done = facts.effects(number, live)
         if done:
             table["kl"] = pack_exact(done["kl"])
         chunks.add(f"table-{number}", table)

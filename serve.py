@@ -24,11 +24,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from helpers import UserError, first_line, say
 from live import Refused
+from page import NAME
 
 MOST_BODY = 2 ** 16      # bytes of a request
 MOST_CONNECTIONS = 64
 PATIENCE = 10            # seconds for a client to send, or to take, the next bytes
-PIECE = re.compile(r"[a-z]+(-\d{1,9}){0,2}\.js")
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin",
            "Cache-Control": "no-store", "Content-Security-Policy": "frame-ancestors 'none'",
            "Referrer-Policy": "no-referrer"}
@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(page, kind="text/html; charset=utf-8")
         base, _, name = path.removeprefix("/").rpartition("/")
         file = os.path.join(folder, name)
-        if (base != os.path.basename(folder) or not PIECE.fullmatch(name) or os.path.islink(file)
+        if (base != os.path.basename(folder) or not NAME.fullmatch(name) or os.path.islink(file)
                 or not os.path.isfile(file)):
             raise Refused(404, "there is no such page")
         with open(file, "rb") as content:

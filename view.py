@@ -23,7 +23,7 @@ from features import describe_source, open_index, read_arrays, write_arrays
 from helpers import Records, UserError, check_writable, checksum, locked, provenance, read_json, run_script, say, within
 from labels import groups_of
 from live import Live
-from page import Facts, write_all
+from page import Facts, check_folder, write_all
 from score import Scorer
 from serve import serve
 from sources import open_source, open_tokens
@@ -203,7 +203,7 @@ def gather(run, source, folder, weights, options):
     families = {layer: family_of(source.layers[layer]) if own else None for layer in index.layers}
     stem = os.path.join(folder, f"effects-{source.name}")
     look = effects_of(run, source, index, tokens, stem, key, options.effects)
-    return about, Facts(index, windows.flatten(), context, families, groups, about["control"], look)
+    return about, Facts(index, windows.flatten(), context, families, groups, look)
 
 
 # The command
@@ -244,6 +244,7 @@ def main(arguments):
     source = open_source(run, options.source, options.site)
     path = page_path(run, source)
     check_writable(path)
+    check_folder(path)
     live = Live(run, source, path, options) if options.serve else None  # a vector that is none is told before the work
     say(f"{run.path}: the features of {describe_source(source)}")
     build(run, source, path, options)

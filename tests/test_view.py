@@ -229,6 +229,17 @@ def test_wrong_commands_are_answered_with_a_sentence(folder, arguments, says):
         view.main(arguments if arguments[0] == "nowhere" else [folder, *arguments])
 
 
+def test_a_folder_of_somebody_else_is_left_alone(folder):
+    """One that has the name of the page's pieces, in which there is something else."""
+    os.makedirs(f"{folder}/features")
+    with open(f"{folder}/features/notes.txt", "w"):
+        pass
+    with pytest.raises(UserError, match="notes.txt"):
+        view.main([folder, "--index-tokens", str(TOKENS), "--device", "cpu"])
+    assert os.path.exists(f"{folder}/features/notes.txt")
+    shutil.rmtree(f"{folder}/features")
+
+
 # What is shown
 
 

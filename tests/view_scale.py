@@ -81,7 +81,7 @@ def facts_of(index, families, rng):
         return {"kl": rng.random(len(features), np.float32), "ups": rng.integers(0, VOCABULARY, shape),
                 "up_values": rng.random(shape, np.float32), "downs": rng.integers(0, VOCABULARY, shape),
                 "down_values": rng.random(shape, np.float32)}
-    return Facts(index, corpus, CONTEXT, families, (group,), {}, effects)
+    return Facts(index, corpus, CONTEXT, families, (group,), effects)
 
 
 def size_of(path):

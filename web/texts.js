@@ -78,11 +78,11 @@ function reader(tokens, codes, start, { breaks = new Set(), edit = null, scroll 
 }
 
 function layerBox(layer, found, paint, edit) { // the features of a token in a layer
-  const most = Math.max(...found.map(pair => pair[1]), 1e-9), body = el("tbody"), few = 6;
+  const body = el("tbody"), few = 6;
   const fill = async count => {
     const known = await tableOf(layer);
     body.replaceChildren(...found.slice(0, count).map(([id, strength]) => el("tr", {},
-      cell(link(layer, id), "text"), cell(strength.toFixed(2)), !edit && cell(meter(strength / most), "grow"),
+      cell(link(layer, id), "text"), cell(strength.toFixed(2)),
       cell([button("tint", () => paint(layer, id), { "aria-label": `tint by ${nameOf(layer, id)}` }),
         edit && button("edit", () => edit(layer, id), { "aria-label": `edit ${nameOf(layer, id)}` })]),
       cell(el("span", { class: "soft small" }, labelOf(known, rowOf(known, id))), "text cut"))));
