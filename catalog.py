@@ -31,6 +31,7 @@ BINS = 24                     # of a histogram of strengths
 BEFORE, AFTER = 12, 5         # tokens of a context
 STRONGEST, BANDS, EACH = 10, 5, 2  # contexts: the strongest, then some from each fifth of the firings
 ALLIES, RELATIVES = 10, 8     # features that fire with it; parents, and children
+EFFECT_AT, TOKENS = 5, 8      # strongest firings that an effect is the mean over; tokens raised, and lowered
 NONE = 2 ** 32 - 1            # no position
 FEW = 100                     # tokens with a label, in either half of the windows: fewer fit some feature by chance
 

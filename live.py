@@ -12,6 +12,7 @@ import threading
 import torch
 import torch.nn.functional as F
 
+from catalog import EFFECT_AT, TOKENS
 from dpb import unfold
 from features import effect, open_index, parse_feature, prompt_tokens
 from helpers import UserError, say
@@ -112,10 +113,10 @@ class Live:
         positions, coefs = known.firings(layer, index, sign)
         if not len(positions):
             raise UserError("it never fires in this piece of data")
-        hardest = (-coefs).argsort(kind="stable")[:5]
+        hardest = (-coefs).argsort(kind="stable")[:EFFECT_AT]
         change = effect(self.run.model, self.source, tokens, layer, index, positions[hardest])
         change = change[: self.run.encoding.n_vocab]
-        (ups, up), (downs, down) = change.topk(8), (-change).topk(8)
+        (ups, up), (downs, down) = change.topk(TOKENS), (-change).topk(TOKENS)
         return {"ups": up.tolist(), "up": ups.tolist(), "downs": down.tolist(), "down": downs.tolist()}
 
     def steering(self, given):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import eval as evaluation
-from catalog import NONE, effects, family_of, layer_of, names_of, strongest
+from catalog import EFFECT_AT, NONE, TOKENS, effects, family_of, layer_of, names_of, strongest
 from checkpoint import name_of, open_run, weights_hash
 from features import describe_source, open_index, read_arrays, write_arrays
 from helpers import Records, UserError, check_writable, checksum, locked, provenance, read_json, run_script, say, within
@@ -31,8 +31,7 @@ from steer import piece
 from toyworld import is_toy
 from truth import rank_features
 
-EFFECT_AT, TOKENS = 5, 8  # strongest firings that an effect is the mean over; tokens raised, and lowered
-VERSION = 1               # of the form of the data
+VERSION = 1  # of the form of the data
 
 
 # What is known about a run
