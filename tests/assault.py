@@ -50,7 +50,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,eval,sae,probe,circuits,pareto,noise,judge,retrieve,data,plot}.py --help  # says usage|python
+0 {train,sample,view,eval,sae,probe,circuits,pareto,noise,judge,retrieve,data,plot}.py --help  # says usage|python
 0 {ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
@@ -160,6 +160,16 @@ COMMANDS = r"""
 0 bench.py index --documents 99 --features 50 --top 8 --width 8 --queries 1 --out new.postings
 1 bench.py index --{documents=0,documents=x,top=0,budget=0,queries=0,out=/sys/x}
 0 sample.py out/run --top-features --index-tokens 256
+0 view.py out/run --effects {0,8} {,| true,2>&-}  # leaves out/run/features.html
+0 view.py out/dense --source {topk,neurons,out/dense/sae/topk-mlp_in-0} --effects 8
+0 view.py out/run --source hash --site block_out --effects 8 --index-tokens 64
+1 view.py out/dense  # says sae.py
+1 view.py out/run --{source=x,source=topk,source={byte},source=,site=x,index-tokens=0,effects=-1,device=foo}
+1 view.py out/run --effects 8 --serve --{port=65536,port=x,port=-1,vector=nowhere,vector=plain.pt,vector=data}
+1 view.py {nowhere,data,small.py,foreign/ckpt.pt,plain.pt,pickle.pt,vector.npz,{byte},''}
+? view.py {loud,nan}.pt --effects 8 --index-tokens 64
+? view.py out/listed --effects 8
+~ view.py out/run --effects 8 --serve --port 0  # says http://127.0.0.1
 1 RANK=0:1:2 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64  # says evenly
 1 sample.py out/run --prompt-file {/proc/self/mem,latin1.txt,data,null}
 1 sample.py out/run --feature {{digits}:1,0:{digits},9:9,x,0:3*}
@@ -215,6 +225,7 @@ sample.py out/run --tokens 2 --samples 1 --fit 1 --k 4 --steer sea : --steer --a
 sample.py out/run --tokens 2 --samples 1 --fit 1 --vector vector.npz : --steer --alpha --alphas --vector --save-vector
 sample.py out/dense --tokens 2 --samples 1 --fit 1 --steer sea : --alpha --alphas --layer --k --save-vector --vector
 sample.py out/dense --features --prompt The --source topk : --source --site --top
+view.py out/run --effects 8 : --source --site --index-tokens --effects --device --port
 sae.py out/dense --steps 4 --batch-tokens 64 --eval-tokens 64 --fresh : --site --variant --layers --k
 sae.py out/dense --report --eval-tokens 64 : --site --against --device --eval-tokens
 probe.py out/run --positive book.txt --negative docs.jsonl --features 2 --sources own : --layers --site --features
@@ -257,6 +268,9 @@ out/run/config.json : eval.py out/run --tasks val : stdout
 out/run/eval.json : eval.py out/run --tasks val : stdout out/run/eval.json
 out/run/features.npz : sample.py out/run --feature 0:3+ : stdout
 out/run/retrieve/own-1.postings : retrieve.py query out/run The --names 0 : stdout
+out/run/features.npz : view.py out/run --effects 64 : out/run/features.html
+out/run/view/effects-own-00000.npz : view.py out/run --effects 64 : out/run/features.html
+out/run/view/figures.jsonl : view.py out/run --effects 64 : out/run/features.html
 out/dense/sae/topk-mlp_in-0/sae.safetensors : sample.py out/dense --features --prompt The --source topk : stdout
 out/dense/sae/topk-mlp_in-1/config.json : sample.py out/dense --features --prompt The --source topk : stdout
 vector.npz : sample.py out/run --tokens 5 --samples 1 --vector vector.npz : stdout
@@ -280,6 +294,7 @@ data.py text book.txt docs.jsonl --tokenizer bpe:400 --shard-tokens 500 --out ne
 data.py toy --tokens 3000 --out new : new/*
 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64 --variant jumprelu : out/run/sae/*/sae.safetensors
 retrieve.py index out/run --source hash : out/run/retrieve/hash-mlp_in-1.postings
+view.py out/dense --source topk --effects 64 : out/dense/features-topk-mlp_in.html
 """
 
 # The world
@@ -298,7 +313,8 @@ MAKE = (
     "sample.py out/run --feature 0:3+",
     "sample.py out/run --steer sea --fit 1 --k 4 --tokens 2 --samples 1 --save-vector vector.npz",
     "eval.py out/run --tasks val,features",
-    "retrieve.py index out/run --documents 20")
+    "retrieve.py index out/run --documents 20",
+    "view.py out/run --effects 64")
 TALK = b"The,/steer sea nan,The,/alpha inf,The,/steer sea 1e38,The,/seed 99999999999999999999,The,/seed x,/alpha,/x"
 
 
