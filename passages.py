@@ -31,6 +31,7 @@ from tokenizer import encode
 
 MOST = 256     # entries of a passage that are ever kept, of wide activations, too
 BATCH = 2 ** 13  # tokens of a forward pass
+NARROW = 1024  # features up to which vectors are multiplied as dense ones
 
 
 class Shape(NamedTuple):
@@ -195,16 +196,42 @@ def cosines(queries, corpus, width, idf=True, top=None):
     features, values = corpus.features[:, :top], corpus.values[:, :top].astype(np.float32)
     counts = np.bincount(features[values != 0], minlength=width)
     weights = (idf_of(len(features), counts) if idf else np.ones(width)).astype(np.float32)
-    values = values * weights[features]
-    values /= np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-30)
-    table = np.zeros((width, len(queries.features)), np.float32)  # a column a query
-    asked = queries.values[:, :top].astype(np.float32) * weights[queries.features[:, :top]]
-    asked /= np.maximum(np.linalg.norm(asked, axis=1, keepdims=True), 1e-30)
-    np.add.at(table, (queries.features[:, :top], np.arange(len(asked))[:, None]), asked)
-    scores = torch.nn.functional.embedding_bag(
-        torch.from_numpy(np.ascontiguousarray(features)), torch.from_numpy(table), mode="sum",
-        per_sample_weights=torch.from_numpy(values)).numpy()  # (P, Q)
-    return np.maximum.reduceat(scores, np.flatnonzero(np.diff(corpus.owners, prepend=-1))).T
+    values, asked = (unit(part, weights[own]) for part, own in (
+        (values, features), (queries.values[:, :top].astype(np.float32), queries.features[:, :top])))
+    products = dense_products if width <= NARROW else sparse_products
+    scores = products(features, values, queries.features[:, :top], asked, width)  # (Q, P)
+    return np.maximum.reduceat(scores, np.flatnonzero(np.diff(corpus.owners, prepend=-1)), axis=1)
+
+
+def unit(values, weights):
+    """Rows times their weights, of length 1."""
+    values = values * weights
+    return values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-30)
+
+
+def dense_products(features, values, asked, asked_values, width):
+    """(Q, P), for signals that have most of their features at every token."""
+    tables = []
+    for own, part in ((asked, asked_values), (features, values)):
+        tables.append(np.zeros((len(own), width), np.float32))
+        np.add.at(tables[-1], (np.arange(len(own))[:, None], own), part)
+    return tables[0] @ tables[1].T
+
+
+def sparse_products(features, values, asked, asked_values, width):
+    """(Q, P), by lists of the passages that have a feature, as an index has them: only pairs that share one cost."""
+    rows, columns = np.nonzero(values)
+    flat, values = features[rows, columns], values[rows, columns]
+    order = np.argsort(flat.astype(np.uint16) if width <= 2 ** 16 else flat, kind="stable")  # of 16 bits: by radix
+    passages, values = rows[order], values[order]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=width))])
+    scores = np.empty((len(asked), len(features)), np.float32)
+    for row, (own, part) in enumerate(zip(asked, asked_values)):
+        own, part = own[part != 0], part[part != 0]
+        lengths = starts[own + 1] - starts[own]
+        places = np.arange(lengths.sum()) + np.repeat(starts[own] - np.cumsum(lengths) + lengths, lengths)
+        scores[row] = np.bincount(passages[places], np.repeat(part, lengths) * values[places], len(features))
+    return scores
 
 
 @contextlib.contextmanager
