@@ -102,13 +102,16 @@ def layer_parts(config, texts, shapes):
     return [range(first, min(first + many, config.layers)) for first in range(0, config.layers, many)]
 
 
-def hits(scores, kinds, of="poisoned"):
-    """Of each query (Q, documents), how many of the first k are of a kind, k of KS: (Q, len(KS)). Of equal scores the
-    document of the lower number comes first; documents are in the order of the corpus, which knows no kinds."""
-    most = min(KS[-1], scores.shape[1])
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :most]
+def rank(scores):
+    """The best documents of each query: (Q, documents) to (Q, 100 or fewer). Of equal scores the document of the lower
+    number comes first; documents are in the order of the corpus, which knows no kinds."""
+    return np.stack([largest(row, min(KS[-1], len(row))) for row in scores])
+
+
+def hits(best, kinds, of="poisoned"):
+    """Of each query's best documents, how many of the first k are of a kind, k of KS: (Q, len(KS))."""
     found = np.cumsum(kinds[best] == of, axis=1)
-    return found[:, [min(k, most) - 1 for k in KS]]
+    return found[:, [min(k, best.shape[1]) - 1 for k in KS]]
 
 
 # sweep
@@ -155,7 +158,7 @@ def sweep_model(run, model, texts, group):
         for done, ((_, name, (shape, top, idf)), values) in enumerate(found.items(), 1):
             for key in ((name, layer, shape) for layer in part):
                 scores = cosines(asked[key], corpus[key], width_of(signals[name], d), idf, top)
-                values.append(float(hits(scores, group.kinds)[:, AT].mean() / KS[AT]))
+                values.append(float(hits(rank(scores), group.kinds)[:, AT].mean() / KS[AT]))
             progress(f"{model} model, layers {part[0]} to {part[-1]}: {done} of {len(found)} settings")
     progress("")
     return [{"model": model, "way": way, "signal": name, "window": shape.window, "pooling": shape.pooling, "top": top,
@@ -270,11 +273,12 @@ def hits_by_kind(scores, group):
     """(kind, hits); natural documents and permuted labels count for triggered queries. scores: (queries, documents)."""
     ends = np.cumsum([len(group.asked[kind]) for kind in KINDS])[:-1]
     for kind, own in zip(KINDS, np.split(scores, ends)):
-        yield kind, hits(own, group.kinds)
+        best = rank(own)
+        yield kind, hits(best, group.kinds)
         if kind == "triggered":
             rng = np.random.default_rng(0)
-            yield "natural", hits(own, group.kinds, "natural")
-            yield "permuted", np.mean([hits(own, rng.permutation(group.kinds)) for _ in range(PERMUTED)], axis=0)
+            yield "natural", hits(best, group.kinds, "natural")
+            yield "permuted", np.mean([hits(best, rng.permutation(group.kinds)) for _ in range(PERMUTED)], axis=0)
 
 
 def summary(values):

@@ -294,7 +294,7 @@ def test_a_text_has_the_same_vectors_alone_and_among_others(run):
 def test_hits_are_counted_as_a_loop_counts_them():
     rng = np.random.default_rng(6)
     scores, kinds = rng.random((5, 150)), np.array(["poisoned", "clean", "natural"])[rng.integers(0, 3, 150)]
-    found = precision.hits(scores, kinds)
+    found = precision.hits(precision.rank(scores), kinds)
     for row, numbers in zip(scores, found):
         order = sorted(range(150), key=lambda i: -row[i])
         assert numbers.tolist() == [sum(kinds[i] == "poisoned" for i in order[:k]) for k in precision.KS]
