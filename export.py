@@ -273,8 +273,9 @@ def checkpoint_of(folder, out):
 
 
 def make_run(folder, out):
-    """best.pt and config.json in a new folder `out`."""
-    if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
+    """config.json and best.pt in a new folder `out`, or in one where this was interrupted before."""
+    unfinished = {"config.json", "config.json.tmp", "best.pt.tmp"}
+    if os.path.exists(out) and (not os.path.isdir(out) or set(os.listdir(out)) - unfinished):
         raise UserError(f"{out} exists and is not empty: choose a new folder, --out out/NAME")
     content = checkpoint_of(folder, out)
     os.makedirs(out, exist_ok=True)

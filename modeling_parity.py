@@ -78,8 +78,7 @@ class ParityForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        if config.bottleneck == "parity":
-            place_kernels()
+        place_kernels()
         self.model = GPT(config)
         self.post_init()
 
