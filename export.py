@@ -186,7 +186,7 @@ def contents(run, name):
              "tokenizer_config.json": about,
              "generation_config.json": {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}}
     texts = code_files() | {"README.md": card(run, name)}
-    texts |= {file: json.dumps(content, indent=1, ensure_ascii=False) for file, content in jsons.items()}
+    texts |= {file: json.dumps(content, indent=1) for file, content in jsons.items()}
     return {"model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
             **{file: text.encode() for file, text in texts.items()}}
 
@@ -251,7 +251,8 @@ def read_folder(folder):
 
 
 def checkpoint_of(folder, out):
-    """The checkpoint that a folder holds, checked as a whole: settings, shapes, numbers, tokenizer."""
+    """The checkpoint that a folder holds, checked as a whole: settings, shapes, numbers, tokenizer; and the hash of its
+    weights."""
     files = read_folder(folder)
     try:
         content, tokenizer = (json.loads(files[name]) for name in ("config.json", "tokenizer.json"))
@@ -269,15 +270,16 @@ def checkpoint_of(folder, out):
     load_weights(model, weights, os.path.join(folder, "model.safetensors"))
     plain = {key: configs.plain(value) for key, value in dataclasses.asdict(config).items()}
     return {"config": plain, "step": step, "best": best, "best_step": best_step, "tokenizer": packed,
-            "model": model.state_dict()}
+            "model": model.state_dict()}, weights_hash(model)
 
 
 def make_run(folder, out):
-    """config.json and best.pt in a new folder `out`, or in one where this was interrupted before."""
+    """config.json and best.pt in a new folder `out`, or in one where this was interrupted, or done, before."""
+    content, weights = checkpoint_of(folder, out)
     unfinished = {"config.json", "config.json.tmp", "best.pt.tmp"}
-    if os.path.exists(out) and (not os.path.isdir(out) or set(os.listdir(out)) - unfinished):
+    held = set(os.listdir(out)) - unfinished if os.path.isdir(out) else {out} if os.path.exists(out) else set()
+    if held and (held != {"best.pt"} or weights_hash(open_run(out).model) != weights):
         raise UserError(f"{out} exists and is not empty: choose a new folder, --out out/NAME")
-    content = checkpoint_of(folder, out)
     os.makedirs(out, exist_ok=True)
     about = provenance() | {"from": folder}
     write_json(os.path.join(out, "config.json"), content["config"] | {"about": about}, indent=2)

@@ -50,7 +50,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,eval,sae,probe,circuits,pareto,noise,judge,data,plot}.py --help  # says usage|python
+0 {train,sample,eval,sae,probe,circuits,pareto,noise,judge,data,plot,export}.py --help  # says usage|python
 0 {ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
@@ -162,6 +162,16 @@ COMMANDS = r"""
 ? sample.py {loud,nan}.pt --tokens 3 --prompt The {--features,--steer sea --fit 1 --k 4 --samples 1,--feature 0:3+}
 1 eval.py {foreign/ckpt,plain,bare,short,typed,mute,pickle}.pt
 ? eval.py out/run --tasks val {| true,2>&-}
+0 export.py out/{run,dense} --to {new,hf,{emoji}}
+0 export.py --from hf --out {new,{emoji}}  # says best.pt
+? export.py {loud.pt,out/run} --to {new,{byte},{long}}
+1 export.py {,out/run,--to new,hf --from hf,--from hf --to new,--from hf --push x,out/run --to new --out new}
+1 export.py {nowhere,data,small.py,plain.pt,bare.pt,short.pt,wide.pt,mute.pt,nan.pt,cut.pt,{byte},''} --to new
+1 export.py pickle.pt --to new  # never weights_only
+1 export.py out/run --to {small.py,data,out,/sys/new,/proc/self/mem,''}
+1 export.py --from {nowhere,data,small.py,foreign,listed,out/run,{byte},{long},''} --out new
+1 export.py --from hf --out {out/run,data,small.py,/sys/new,/proc/self/mem}
+? export.py out/run --to new {| true,2>&-}
 1 data.py text {deep.jsonl,latin1.txt,list.jsonl,latin1.py,data,missing,{byte}.txt,null} --tokenizer bpe:300 --out new
 ? data.py text digits.jsonl --tokenizer bpe:300 --out new
 1 data.py text book.txt --tokenizer {bpe:{digits},bpe:0,bpe:x,latin1,listed,{byte}} --out new
@@ -203,6 +213,8 @@ sae.py out/dense --report --eval-tokens 64 : --site --against --device --eval-to
 probe.py out/run --positive book.txt --negative docs.jsonl --features 2 --sources own : --layers --site --features
 eval.py out/run --limit 2 : --tasks --limit --text --data --val --context --stride --device --batch_tokens
 eval.py out/run --tasks hellaswag,lambada --data good : --limit --data --context --device --batch_tokens
+export.py out/run --to new : --to --from --out
+export.py --from hf --out new : --from --out
 data.py text book.txt --tokenizer bpe:300 --out new : --out --tokens --tokenizer --field --val-fraction --shard-tokens
 data.py toy --tokens 2000 --out new : --out --tokens
 data.py info data/book :
@@ -238,6 +250,10 @@ out/run/eval.json : eval.py out/run --tasks val : stdout out/run/eval.json
 out/run/features.npz : sample.py out/run --feature 0:3+ : stdout
 out/dense/sae/topk-mlp_in-0/sae.safetensors : sample.py out/dense --features --prompt The --source topk : stdout
 out/dense/sae/topk-mlp_in-1/config.json : sample.py out/dense --features --prompt The --source topk : stdout
+hf/model.safetensors : export.py --from hf --out new : new/best.pt
+hf/config.json : export.py --from hf --out new : new/best.pt
+hf/tokenizer.json : export.py --from hf --out new : new/best.pt
+hf/checksums.json : export.py --from hf --out new : new/best.pt
 vector.npz : sample.py out/run --tokens 5 --samples 1 --vector vector.npz : stdout
 data/world/state.json : data.py info data/world : stdout
 data/world/state.json : data.py check data/world : stdout
@@ -257,6 +273,8 @@ train.py small.py --out=new --max_steps=8 --save_every=1 : new/ckpt.pt new/best.
 train.py small.py --out=new --max_steps=8 --save_every=3 : new/ckpt.pt new/best.pt new/metrics.jsonl
 data.py text book.txt docs.jsonl --tokenizer bpe:400 --shard-tokens 500 --out new : new/*
 data.py toy --tokens 3000 --out new : new/*
+export.py out/run --to new : new/*
+export.py --from hf --out new : new/*
 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64 --variant jumprelu : out/run/sae/*/sae.safetensors
 """
 
@@ -275,7 +293,8 @@ MAKE = (
     "sae.py out/dense --steps 16 --batch-tokens 64 --eval-tokens 64",
     "sample.py out/run --feature 0:3+",
     "sample.py out/run --steer sea --fit 1 --k 4 --tokens 2 --samples 1 --save-vector vector.npz",
-    "eval.py out/run --tasks val,features")
+    "eval.py out/run --tasks val,features",
+    "export.py out/run --to hf")
 TALK = b"The,/steer sea nan,The,/alpha inf,The,/steer sea 1e38,The,/seed 99999999999999999999,The,/seed x,/alpha,/x"
 
 
