@@ -48,7 +48,7 @@ def portable(text):
     text = text.partition('\n\n\nif __name__ == "__main__":')[0].rstrip("\n") + "\n"
     text = re.sub(rf"^from ({ours}) import", r"from .\1 import", text, flags=re.M)
     text = re.sub(rf"^import ({ours})$", r"from . import \1", text, flags=re.M)
-    return re.sub(r'custom_op\("parity::', 'custom_op(__name__.replace(".", "_") + "::', text)
+    return re.sub(r'custom_op\("parity::', 'custom_op("parity_" + __name__.encode().hex() + "::', text)
 
 
 def code_files():

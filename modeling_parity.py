@@ -80,14 +80,17 @@ class ParityForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         place_kernels()
         self.model = GPT(config)
+        self.bare = self.model.embedding.weight.is_meta  # transformers loads into a model that was made without memory
         self.post_init()
 
     def _init_weights(self, module):
-        """What is not saved: transformers loads into a model that was made without memory."""
+        """What is not saved; and what a file lacks, of which transformers says so."""
         if isinstance(module, Block):
             module.share.fill_(1)
         elif isinstance(module, DeepParityBottleneck):
             module.sums.zero_()
+        elif self.bare:
+            super()._init_weights(module)
 
     def get_input_embeddings(self):
         return self.model.embedding

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import types
@@ -160,7 +161,7 @@ def test_the_code_in_the_folder_is_ours_but_for_three_changes(world):
                 assert line[2:].startswith(("from ", "import ", '@torch.library.custom_op("parity::')) \
                     or line[2:] in script, line
             elif line[0] == "+":
-                assert line[2:].startswith(("from .", "@torch.library.custom_op(__name__.replace")), line
+                assert line[2:].startswith(("from .", '@torch.library.custom_op("parity_" + __name__.')), line
 
 
 def test_the_code_in_the_folder_needs_nothing_but_itself_torch_numpy_and_transformers(world):
@@ -275,6 +276,8 @@ for kind in asked["kinds"]:
             model(tokens, mask[:, 1:])
         except ValueError as error:
             here["refused"] = str(error)
+model = AutoModelForCausalLM.from_pretrained("me/tiny", trust_remote_code=True)  # as the hub would have it
+assert torch.equal(model(asked["tokens"]).logits, found["parity"]["logits"])
 assert "helpers" not in sys.modules and "model" not in sys.modules  # this repository is not on the path
 for here in found.values():
     del here["model"]
@@ -303,6 +306,10 @@ def theirs(world, tmp_path_factory):
     asked = {"root": str(world), "kinds": KINDS, "prompts": PROMPTS, "tokens": torch.randint(1500, (3, 48)),
              "start": [open_run(str(world / "parity")).encoding.eot_token], "never": 2047}
     torch.save(asked, folder / "asked.pt")
+    hub = folder / "home" / "hub" / "models--me--tiny"  # as if it had been downloaded
+    shutil.copytree(world / "hf_parity", hub / "snapshots" / ("ab" * 20))
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("ab" * 20)
     run_theirs(THEIRS, folder / "asked.pt", folder / "found.pt", folder=folder)
     assert any(name == "kernels.c" for _, _, names in os.walk(folder / "modules") for name in names)
     return asked, torch.load(folder / "found.pt")
