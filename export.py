@@ -131,7 +131,7 @@ def figures(run):
              if key not in ("step", "loss", "lr", "grad_norm", "tokens_per_second") and isinstance(value, (int, float))]
     with contextlib.suppress(UserError):  # no eval.json, or a damaged one: eval.py says so
         content = read_json(os.path.join(folder, "eval.json"), "")
-        if content["checkpoint"]["weights"] == weights_hash(run.model):
+        if (content.get("checkpoint") or {}).get("weights") == weights_hash(run.model):
             found += [(f"{key}: {task}, {result['what']}", value) for task, result in content["results"].items()
                       for key, value in result.items() if isinstance(value, float)]
     return found
