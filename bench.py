@@ -6,6 +6,7 @@
     python bench.py generate            tokens per second of generation
     python bench.py predict             the cost on GPUs that are not here, predicted from machine code (predict.py)
     python bench.py verify              every kernel against its reference on this machine: pass or FAIL (verify.py)
+    python bench.py index               an inverted index of a million documents beside dense scans (index_bench.py)
 
 All that is compared runs in turn, again and again, and the least times are compared: other processes only ever add to
 a time. Beside a ratio stands how far the choice of passes moves it, and a line says when other processes took much of
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import config as configs
+import index_bench
 import ops
 import predict
 import verify
@@ -478,6 +480,8 @@ def main(arguments):
         return predict.main(arguments[1:])
     if arguments[:1] == ["verify"]:
         return verify.main(arguments[1:])
+    if arguments[:1] == ["index"]:
+        return index_bench.main(arguments[1:])
     options = parse(arguments)
     {"table": lambda: table(options), "generate": lambda: bench_generate(options),
      "scale": lambda: bench_scale(options.tokens, options.repeats),

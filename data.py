@@ -15,6 +15,10 @@ read in parts of 16 KiB, each of which goes to training or to validation by itse
 
 Window w is tokens wT .. wT+T of the stream. Neighbours share a token, so that every token is a target once per epoch,
 but for the very first and fewer than T at the end. An epoch is a permutation of the windows keyed by (seed, epoch).
+
+Several folders can be mixed: `data = "data/web:12,data/code:3,data/books:1"` takes 12 of 16 windows from the first.
+
+    tokens = open_split("data/web:12,data/code:3,data/books:1", "train")       a Mixture, with the same batch(...)
 """
 import argparse
 import bisect
@@ -589,26 +593,93 @@ class Tokens:
             row[:] = self.read(start, start + context + 1)
         return torch.from_numpy(out)
 
-    def places(self, seed, step, batch_size, context, rank=0, ranks=1, micro=0, micros=1):
-        """The numbers of the windows in this rank's part of this step's batch: (batch_size / ranks / micros,).
-
-        batch_size is that of all ranks and accumulation steps (`micros`) together. Rank r takes the r-th slice of the
-        global batch, and micro step a the a-th slice of that, so that every layout trains on the same rows.
-        """
-        rows, left = divmod(batch_size, ranks * micros)
-        if left or not rows:
-            raise UserError(f"a batch of {batch_size} windows cannot be shared out evenly over {ranks} ranks and "
-                            f"{micros} accumulation steps: choose a multiple of {ranks * micros}")
+    def places(self, numbers, seed, context):
+        """The windows that come numbers-th in the order of a seed, epoch after epoch: (n,) -> (n,)."""
         n = self.count(context)
-        first = step * batch_size + (rank * micros + micro) * rows
-        epochs, places = np.divmod(np.arange(first, first + rows), n)
+        epochs, places = np.divmod(numbers, n)
         for epoch in np.unique(epochs):
             places[epochs == epoch] = shuffled(places[epochs == epoch], n, seed, epoch)
         return places
 
     def batch(self, seed, step, batch_size, context, rank=0, ranks=1, micro=0, micros=1):
-        """The windows at these places: (batch_size / ranks / micros, context + 1) int64."""
-        return self.windows(self.places(seed, step, batch_size, context, rank, ranks, micro, micros), context)
+        """This rank's part of this step's batch: (batch_size / ranks / micros, context + 1) int64."""
+        numbers = batch_numbers(step, batch_size, rank, ranks, micro, micros)
+        return self.windows(self.places(numbers, seed, context), context)
+
+
+def batch_numbers(step, batch_size, rank, ranks, micro, micros):
+    """Which windows of the endless order are in this rank's part of this step's batch: (batch_size / ranks / micros,).
+
+    batch_size is that of all ranks and accumulation steps (`micros`) together. Rank r takes the r-th slice of the
+    global batch, and micro step a the a-th slice of that, so that every layout trains on the same rows.
+    """
+    rows, left = divmod(batch_size, ranks * micros)
+    if left or not rows:
+        raise UserError(f"a batch of {batch_size} windows cannot be shared out evenly over {ranks} ranks and "
+                        f"{micros} accumulation steps: choose a multiple of {ranks * micros}")
+    first = step * batch_size + (rank * micros + micro) * rows
+    return np.arange(first, first + rows)
+
+
+class Mixture:
+    """Windows of several folders, in shares that hold exactly in every sum(weights) windows one after the other.
+
+    Each folder goes through its own epochs. Which folder a window is from follows from its number alone, so a batch is
+    a function of (seed, step) here, too. There is no one stream of tokens: read and windows are each folder's own.
+    """
+
+    def __init__(self, parts, weights):
+        self.parts, self.weights = parts, weights
+        self.folder, self.split = ",".join(f"{p.folder}:{w}" for p, w in zip(parts, weights)), parts[0].split
+        self.vocab_size, self.end, self.tokenizer_id = parts[0].vocab_size, parts[0].end, parts[0].tokenizer_id
+        for part in parts[1:]:
+            if part.tokenizer_id != self.tokenizer_id:
+                raise UserError(f"{part.folder} was made with another tokenizer than {parts[0].folder}: make it with "
+                                f"--tokenizer {parts[0].folder}")
+        # A window of each folder at the middle of each of its equal shares of a round, so that they alternate.
+        turns = sorted(((turn + 0.5) / weight, part, turn) for part, weight in enumerate(weights)
+                       for turn in range(weight))
+        self.owners, self.turns = np.array([(part, turn) for _, part, turn in turns]).T
+
+    def __len__(self):
+        return sum(map(len, self.parts))
+
+    def identity(self):
+        return " + ".join(f"{weight} x {part.identity()}" for part, weight in zip(self.parts, self.weights))
+
+    def count(self, context):
+        """How many windows there are in all; each folder must have one."""
+        return sum(part.count(context) for part in self.parts)
+
+    def batch(self, seed, step, batch_size, context, rank=0, ranks=1, micro=0, micros=1):
+        """As Tokens.batch."""
+        rounds, slots = np.divmod(batch_numbers(step, batch_size, rank, ranks, micro, micros), len(self.owners))
+        out = torch.empty(len(slots), context + 1, dtype=torch.int64)
+        for number, (part, weight) in enumerate(zip(self.parts, self.weights)):
+            own = self.owners[slots] == number
+            numbers = rounds[own] * weight + self.turns[slots[own]]
+            out[torch.from_numpy(own)] = part.windows(part.places(numbers, seed, context), context)
+        return out
+
+
+def parse_mixture(text):
+    """[(folder, weight)] of a setting `data`: a folder, or several, as in "data/web:12,data/code:3,data/books:1"."""
+    if os.path.isdir(text) or not regex.search(r",|:\d+$", text):
+        return [(text, 1)]
+    found = [regex.fullmatch(r"\s*(.+?)\s*:\s*([1-9]\d{0,5})\s*", part) for part in text.split(",")]
+    if not all(found):
+        wrong = text.split(",")[found.index(None)]
+        raise UserError(f"data={text!r}: {wrong!r} is no folder with a weight. Write FOLDER:WEIGHT,FOLDER:WEIGHT with "
+                        "whole numbers, as in data/web:12,data/code:3")
+    return [(match[1], int(match[2])) for match in found]
+
+
+def open_split(text, split="train", verify=True):
+    """The tokens of a setting `data`: of a folder, or of a mixture. Its validation is that of the first folder."""
+    parts = parse_mixture(text)
+    if split == "val" or len(parts) == 1:
+        return Tokens(parts[0][0], split, verify)
+    return Mixture([Tokens(folder, split, verify) for folder, _ in parts], [weight for _, weight in parts])
 
 
 def shuffled(places, n, seed, epoch):

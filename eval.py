@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 import tasks
 from checkpoint import checkpoint_path, open_run, weights_hash
-from data import Tokens, text_source
+from data import open_split, text_source
 from dpb import Code
 from features import FeatureCounts
 from helpers import UserError, provenance, read_json, run_script, say, standard_error, suggest, whole_number, write_json
@@ -498,7 +498,7 @@ def check_inputs(names, args):
 
 
 def open_val(run, folder, rank):
-    tokens = Tokens(folder, "val", verify=rank == 0)
+    tokens = open_split(folder, "val", verify=rank == 0)
     if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
         raise UserError(f"{run.path} has another vocabulary than {folder}: "
                         f"the model's tokenizer is {run.encoding.name} of {run.encoding.n_vocab:,} tokens, "

@@ -21,7 +21,7 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dpb import DeepParityBottleneck
-from model import GPT, Block
+from model import GPT, Block, Cache
 
 
 def place_kernels():
@@ -44,8 +44,8 @@ class ParityConfig(PretrainedConfig):
                      "max_position_embeddings": "context"}
 
 
-class Past:
-    """In place of model.py's Cache: keys and values are kept by transformers, or not at all, and there may be padding.
+class PaddedCache(Cache):
+    """Keys and values are kept by transformers, or not at all, and there may be padding.
 
     past: a cache of transformers or None.  mask: (B, past + T), True for tokens; None if there is no padding.
     """
@@ -103,7 +103,7 @@ class ParityForCausalLM(PreTrainedModel, GenerationMixin):
         padded = check_mask(attention_mask, input_ids, past)
         cache = None
         if padded or past is not None:
-            cache = Past(past, attention_mask.bool() if padded else None, T, input_ids.device)
+            cache = PaddedCache(past, attention_mask.bool() if padded else None, T, input_ids.device)
         x = self.model.hidden(input_ids, edit=edit, patch=patch, cache=cache)
         logits = F.linear(x[:, -logits_to_keep:], self.model.embedding.weight)  # (B, T, V); all for 0
         loss = None

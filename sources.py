@@ -26,7 +26,7 @@ from torch import nn
 
 from autoencoder import VARIANTS
 from checkpoint import weights_hash
-from data import Tokens
+from data import open_split
 from dpb import Code, DeepParityBottleneck, update_moments
 from helpers import UserError, suggest
 from model import PATCH_SITES
@@ -242,7 +242,7 @@ def check_sae(run, folder, sae, about, weights):
 
 def open_tokens(run, split, verify=True):
     """The tokens that a run was trained or evaluated on."""
-    tokens = Tokens(run.config.data, split, verify=verify)
+    tokens = open_split(run.config.data, split, verify)
     if tokens.tokenizer_id != run.content["tokenizer"]["id"]:
         raise UserError(f"{run.config.data} was made with another tokenizer than this model's: prepare its data again")
     return tokens

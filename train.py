@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import time
+from collections.abc import Callable
 
 import tiktoken
 import torch
@@ -112,7 +113,7 @@ class Run:
     ranks: int
     device: torch.device
     micros: int                # accumulation steps of one optimiser step
-    tokens: data.Tokens
+    tokens: data.Tokens | data.Mixture
     val_tokens: data.Tokens
     encoding: tiktoken.Encoding
     model: GPT
@@ -120,11 +121,12 @@ class Run:
     step: int = 0
     best: float = math.inf     # lowest validation loss
     best_step: int = 0
-    stopped: bool = False      # at the validation loss that was asked for
+    stopped: bool = False      # at the validation loss, or whatever else, that was asked for
     saved: bool = False        # a checkpoint of this run was made, or tried: the same on all ranks
     # a name for what is being made anew beside an older run, until that is replaced, when this one is saved
     fresh: str = ""
     wandb_id: str = ""         # by which Weights & Biases knows the run when it goes on
+    also: Callable | None = None  # also(run) -> dict: more that an evaluation measures; it may set run.stopped
     writer: Writer = dataclasses.field(default_factory=Writer)
 
     def path(self, name):
@@ -134,8 +136,10 @@ class Run:
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
-def train(config):
+def train(config, also=None):
+    """also(run) -> dict, on every rank alike: more to measure at each evaluation, where it may end the run."""
     run = set_up(config, *start_ranks(config.device))
+    run.also = also
     with contextlib.ExitStack() as held:
         with all_or_none():
             if run.rank == 0:
@@ -169,22 +173,20 @@ def set_up(config, rank, ranks, device):
     return Run(config, rank, ranks, device, micros, tokens, val_tokens, encoding, model, optimizer)
 
 
-def wants_toy(config):
-    return os.path.basename(os.path.normpath(config.data)) == "toy"
-
-
 def open_data(config, rank):
     """(training tokens, validation tokens, tokenizer); makes the toy corpus where it is asked for and missing."""
     with all_or_none():
-        state = data.read_state(config.data, must=False)
-        if rank == 0 and wants_toy(config) and not (state and state["done"]):
-            data.prepare_toy(config.data)
+        folders = [folder for folder, _ in data.parse_mixture(config.data)]
+        for folder in folders if rank == 0 else ():
+            state = data.read_state(folder, must=False)
+            if os.path.basename(os.path.normpath(folder)) == "toy" and not (state and state["done"]):
+                data.prepare_toy(folder)
     with all_or_none():
-        splits = [data.Tokens(config.data, split, verify=is_first_of_node()) for split in ("train", "val")]
+        splits = [data.open_split(config.data, split, verify=is_first_of_node()) for split in ("train", "val")]
         data.check_vocabulary(splits[0], config.vocab_size)
         for split in splits:
             split.count(config.context)  # at least one window, or a sentence
-        encoding = load_tokenizer(config.data)
+        encoding = load_tokenizer(folders[0])
     agree({f"tokens of {split.split}": split.identity() for split in splits}, "copy the same data to every node")
     return *splits, encoding
 
@@ -379,7 +381,7 @@ def examine(run):
     run.stopped = target is not None and row["val_loss"] <= target * (1 + config.stop_tolerance)
     if row["val_loss"] < run.best:
         run.best, run.best_step = row["val_loss"], run.step
-    return row
+    return row | (run.also(run) if run.also else {})
 
 
 # What a run leaves on disk

@@ -559,6 +559,39 @@ def test_a_batch_does_not_depend_on_ranks_or_accumulation(stream):
         stream.batch(1, 0, 24, 32, 0, 5, 0, 2)
 
 
+def test_a_mixture_keeps_its_shares_and_every_folder_its_own_epochs(stream, tmp_path):
+    a, b = stream.folder, make(tmp_path, [text.upper() for text in sentences(100)], "b", tokenizer=stream.folder)
+    mixture = data.open_split(f"{a}:3,{b}:1", "train")
+    rows = torch.cat([mixture.batch(5, step, 8, 16) for step in range(300)])
+    parts = [Tokens(folder) for folder in (a, b)]
+    own = [{tuple(row) for row in part.windows(range(part.count(16)), 16).tolist()} for part in parts]
+    assert not own[0] & own[1] and mixture.count(16) == sum(part.count(16) for part in parts)
+    of_b = torch.tensor([tuple(row) in own[1] for row in rows.tolist()])
+    assert of_b.view(-1, 4).sum(1).eq(1).all()
+    for part, chosen in zip(parts, (~of_b, of_b)):  # as if it were alone
+        assert torch.equal(rows[chosen], torch.cat([part.batch(5, step, 1, 16) for step in range(int(chosen.sum()))]))
+    ranked = [mixture.batch(5, 9, 8, 16, rank, 2, micro, 2) for rank in (0, 1) for micro in (0, 1)]
+    assert torch.equal(torch.cat(ranked), mixture.batch(5, 9, 8, 16))
+    assert mixture.identity() != data.open_split(f"{a}:1,{b}:1", "train").identity()
+
+
+def test_a_setting_for_data_is_a_folder_or_a_mixture(stream, tmp_path, capsys):
+    assert data.parse_mixture("data/web") == [("data/web", 1)] and data.parse_mixture("D:/x") == [("D:/x", 1)]
+    assert data.parse_mixture("a:12, b/c:2") == [("a", 12), ("b/c", 2)] and data.parse_mixture("a:3") == [("a", 3)]
+    (tmp_path / "odd,name:2").mkdir()
+    assert data.parse_mixture(str(tmp_path / "odd,name:2")) == [(str(tmp_path / "odd,name:2"), 1)]
+    for wrong in ("a,b", "a:1,b:0", "a:1,b:x", "a:1,", "a:1,:2"):
+        with pytest.raises(UserError, match="is no folder with a weight. Write FOLDER:WEIGHT"):
+            data.parse_mixture(wrong)
+    val = data.open_split(f"{stream.folder}:3,{tmp_path}:1", "val")
+    assert val.folder == stream.folder and val.split == "val"
+    with pytest.raises(UserError, match="has no prepared data"):
+        data.open_split(f"{stream.folder}:3,{tmp_path}:1", "train")
+    other = make(tmp_path, ["zebra " * 50] * 40, "other", tokenizer="bpe:260", val_fraction=0)
+    with pytest.raises(UserError, match="another tokenizer than .*: make it with --tokenizer"):
+        data.open_split(f"{stream.folder}:3,{other}:1", "train")
+
+
 def test_batches_are_the_same_on_every_machine():
     """The order is part of what a seed means: it must never change."""
     assert data.shuffled(np.arange(8), 1000, 7, 0).tolist() == [93, 248, 803, 471, 573, 918, 214, 754]

@@ -282,6 +282,25 @@ def test_it_stops_at_a_validation_loss(arguments, capsys):
     assert "is finished, at step 6" in capsys.readouterr().out
 
 
+def test_a_mixture_is_continued_exactly_and_what_is_also_measured_may_end_the_run(arguments, corpus, tmp_path):
+    more = str(tmp_path / "more")
+    data.prepare(data.toy_source(seed=5), more, corpus, tokens=20_000)
+    whole = go(arguments("whole", data=f"{corpus}:3,{more}:1", save_every=6))
+    assert whole != go(arguments("plain", save_every=6)) and whole[0]["step"] == 1
+
+    def at_six(run):
+        run.stopped = True
+        return {"seen": run.step}
+    torch.use_deterministic_algorithms(False)
+    config = configs.load(arguments("part", data=f"{corpus}:3,{more}:1", save_every=6))
+    train.train(config, also=at_six)
+    assert rows_of(config.out) == [*whole[:5], whole[5] | {"seen": 6}]
+    path = os.path.join(config.out, "ckpt.pt")
+    torch.save(torch.load(path, weights_only=True) | {"stopped": False}, path)
+    train.train(config)
+    assert rows_of(config.out)[6:] == whole[6:]
+
+
 def test_fine_tuning_starts_from_the_weights_of_another_run(arguments):
     first = go(arguments("first"))
     tuned = go(arguments("tuned", init_from=configs.load(arguments("first")).out, seed=1))
