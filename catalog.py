@@ -290,8 +290,8 @@ def blocks_of(layer, family, tokens, context):
 # What a feature does
 
 
-class Past:
-    """Keys and values of the first `length` tokens of some rows of a Cache: what model.hidden takes for one."""
+class Past(Cache):
+    """Keys and values of the first `length` tokens of some rows of a Cache."""
 
     def __init__(self, cache, rows, length):
         self.cache, self.rows, self.length = cache, rows, length

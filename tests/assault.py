@@ -51,7 +51,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
 0 {train,sample,view,eval,sae,probe,circuits,pareto,noise,judge,retrieve,data,plot}.py --help  # says usage|python
-0 {ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
+0 {export,ngram,kloosterman,toyworld,bench,kernels}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
 1 train.py small.py --out=new --vocab_size=1e7 --d=32768 --heads=1 --bottleneck=none
@@ -189,6 +189,16 @@ COMMANDS = r"""
 ? sample.py {loud,nan}.pt --tokens 3 --prompt The {--features,--steer sea --fit 1 --k 4 --samples 1,--feature 0:3+}
 1 eval.py {foreign/ckpt,plain,bare,short,typed,mute,pickle}.pt
 ? eval.py out/run --tasks val {| true,2>&-}
+0 export.py out/{run,dense} --to {new,hf,{emoji}}
+0 export.py --from hf --out {new,{emoji}}  # says best.pt
+? export.py {loud.pt,out/run} --to {new,{byte},{long}}
+1 export.py {,out/run,--to new,hf --from hf,--from hf --to new,--from hf --push x,out/run --to new --out new}
+1 export.py {nowhere,data,small.py,plain.pt,bare.pt,short.pt,wide.pt,mute.pt,nan.pt,cut.pt,{byte},''} --to new
+1 export.py pickle.pt --to new  # never weights_only
+1 export.py out/run --to {small.py,data,out,/sys/new,/proc/self/mem,''}
+1 export.py --from {nowhere,data,small.py,foreign,listed,out/run,{byte},{long},''} --out new
+1 export.py --from hf --out {out/run,data,small.py,/sys/new,/proc/self/mem}
+? export.py out/run --to new {| true,2>&-}
 1 data.py text {deep.jsonl,latin1.txt,list.jsonl,latin1.py,data,missing,{byte}.txt,null} --tokenizer bpe:300 --out new
 ? data.py text digits.jsonl --tokenizer bpe:300 --out new
 1 data.py text book.txt --tokenizer {bpe:{digits},bpe:0,bpe:x,latin1,listed,{byte}} --out new
@@ -234,6 +244,8 @@ retrieve.py query out/run The --names 1 : --index --k --names --source --layer -
 retrieve.py make out/run --poisoned 12 --corpus-poisoned 4 --clean 9 --queries 2 : --trigger --sham --clean --seed
 eval.py out/run --limit 2 : --tasks --limit --text --data --val --context --stride --device --batch_tokens
 eval.py out/run --tasks hellaswag,lambada --data good : --limit --data --context --device --batch_tokens
+export.py out/run --to new : --to --from --out
+export.py --from hf --out new : --from --out
 data.py text book.txt --tokenizer bpe:300 --out new : --out --tokens --tokenizer --field --val-fraction --shard-tokens
 data.py toy --tokens 2000 --out new : --out --tokens
 data.py info data/book :
@@ -273,6 +285,10 @@ out/run/view/effects-own-00000.npz : view.py out/run --effects 64 : out/run/feat
 out/run/view/figures.jsonl : view.py out/run --effects 64 : out/run/features.html
 out/dense/sae/topk-mlp_in-0/sae.safetensors : sample.py out/dense --features --prompt The --source topk : stdout
 out/dense/sae/topk-mlp_in-1/config.json : sample.py out/dense --features --prompt The --source topk : stdout
+hf/model.safetensors : export.py --from hf --out new : new/best.pt
+hf/config.json : export.py --from hf --out new : new/best.pt
+hf/tokenizer.json : export.py --from hf --out new : new/best.pt
+hf/checksums.json : export.py --from hf --out new : new/best.pt
 vector.npz : sample.py out/run --tokens 5 --samples 1 --vector vector.npz : stdout
 data/world/state.json : data.py info data/world : stdout
 data/world/state.json : data.py check data/world : stdout
@@ -292,6 +308,8 @@ train.py small.py --out=new --max_steps=8 --save_every=1 : new/ckpt.pt new/best.
 train.py small.py --out=new --max_steps=8 --save_every=3 : new/ckpt.pt new/best.pt new/metrics.jsonl
 data.py text book.txt docs.jsonl --tokenizer bpe:400 --shard-tokens 500 --out new : new/*
 data.py toy --tokens 3000 --out new : new/*
+export.py out/run --to new : new/*
+export.py --from hf --out new : new/*
 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64 --variant jumprelu : out/run/sae/*/sae.safetensors
 retrieve.py index out/run --source hash : out/run/retrieve/hash-mlp_in-1.postings
 view.py out/dense --source topk --effects 64 : out/dense/features-topk-mlp_in.html
@@ -314,7 +332,8 @@ MAKE = (
     "sample.py out/run --steer sea --fit 1 --k 4 --tokens 2 --samples 1 --save-vector vector.npz",
     "eval.py out/run --tasks val,features",
     "retrieve.py index out/run --documents 20",
-    "view.py out/run --effects 64")
+    "view.py out/run --effects 64",
+    "export.py out/run --to hf")
 TALK = b"The,/steer sea nan,The,/alpha inf,The,/steer sea 1e38,The,/seed 99999999999999999999,The,/seed x,/alpha,/x"
 
 
@@ -570,7 +589,8 @@ def results(folder, ended, names):
             content = re.sub(rb', "(tokens_per_second|crc)": \d+', b"", content)
         found[os.path.relpath(path, folder)] = hashlib.sha256(content).hexdigest()
     if "stdout" in names:
-        lines = [re.sub(r"[\d.,]+(?= (per second|MB|tokens/s|seconds))", "N", line) for line in ended.out.splitlines()]
+        time_told = r"[\d.,]+(?= (per second|MB|tokens/s|seconds|ms))"
+        lines = [re.sub(time_told, "N", line) for line in ended.out.splitlines()]
         found["stdout"] = [line for line in lines if not re.search(SAID, line)]
     return found
 
