@@ -73,6 +73,7 @@ def text_concepts(run, path, n=64, length=48, fewest=8):
     """The concepts of a file, with texts: those given, else pieces of the training data that have one of the words, up
     to n; and n others that have no word of any. One that has fewer than `fewest` is left out, and named."""
     listed, tokens = read_concepts(path), open_tokens(run, "train", verify=False)
+    tokens = getattr(tokens, "parts", [tokens])[0]  # of a mixture the first folder
     by_word = {}
     for name, words, _ in listed:
         for word in words:

@@ -45,7 +45,7 @@ class Config:
     auxiliary_ramp: float = 0.0             # fraction of max_steps over which they then grow to their weights
 
     # The data
-    data: str = "data/fineweb-edu"          # a folder made by data.py, or several with weights: "a:12,b:3"
+    data: str = "data/fineweb-edu"          # a folder made by data.py (data/toy is, if missing), or several: "a:12,b:3"
     batch_tokens: int = 512 * 1024          # tokens of one optimiser step, over all ranks
     micro_batch: int = 0                    # sequences of one forward pass; 0: as many as fit 16,384 tokens
 

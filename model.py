@@ -67,9 +67,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             k, v = cache.extend(self, k, v)  # (B, H, past + T, d/H)
-            past = k.shape[2] - T
-            seen = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=cache.seen(T, x.device))
         return self.out(y.transpose(1, 2).reshape(B, T, d))
 
 
@@ -260,7 +258,7 @@ class GPT(nn.Module):
         T, past = tokens.shape[1], cache.length if cache else 0
         if past + T > self.config.context:
             raise ValueError(f"{past + T} tokens do not fit the context of {self.config.context}: give fewer")
-        x = self.embedding(tokens) + self.positions.weight[past : past + T]
+        x = self.embedding(tokens) + self.positions.weight[cache.places(T) if cache else slice(T)]
         for block in self.blocks:
             x = block(x, edit, patch, cache, record)
         if cache:
@@ -367,6 +365,14 @@ class Cache:
 
     def __init__(self):
         self.length, self.store = 0, {}
+
+    def places(self, T):
+        """Positions of the T tokens that come next."""
+        return slice(self.length, self.length + T)
+
+    def seen(self, T, device):
+        """Which tokens the T that come next may look at: (T, past + T)."""
+        return torch.ones(T, self.length + T, dtype=torch.bool, device=device).tril(self.length)
 
     def extend(self, layer, k, v):  # (B, H, T, d/H)
         T = k.shape[2]

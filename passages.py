@@ -1,7 +1,7 @@
 """Texts as sparse vectors: what a model makes of the tokens of a passage, pooled.
 
     vectors = read_passages(run, documents, signals, layers, shapes)      {(signal, layer, Shape): Vectors}
-    scores = cosines(queries, corpus, idf=True, top=64)                   (Q, documents), the best passage of each
+    scores = cosines(queries, corpus, width, idf=True, top=64)            (Q, documents), the best passage of each
 
 A signal is what of the activations before an MLP counts: `h`, the activations themselves, or the unfolded features of a
 source (own, an SAE, hash, neurons). All signals are taken of one pass over the model, which sees a document from its
@@ -23,14 +23,15 @@ import numpy as np
 import torch
 
 from dpb import unfold
-from helpers import progress
+from helpers import UserError, progress
 from postings import Builder, idf_of, open_postings
 from probing import device_of
 from sources import read_activations
 from tokenizer import encode
 
-MOST = 256     # entries of a passage that are ever kept
+MOST = 256     # entries of a passage that are ever kept, of wide activations, too
 BATCH = 2 ** 13  # tokens of a forward pass
+NARROW = 1024  # features up to which vectors are multiplied as dense ones
 
 
 class Shape(NamedTuple):
@@ -101,8 +102,8 @@ def strongest(passages, ids, strength, n, width, top):
     rows, keys, largest = keys[order] // width, keys[order] % width, largest[order]
     rank = torch.arange(len(rows), device=rows.device)
     rank -= torch.searchsorted(rows, torch.arange(n, device=rows.device))[rows]
-    kept, width = rank < top, min(top, int(rank.max()) + 1 if len(rank) else 1)
-    features, values = torch.zeros(n, width, dtype=torch.int32), torch.zeros(n, width)
+    kept, columns = rank < top, min(top, int(rank.max()) + 1 if len(rank) else 1)
+    features, values = torch.zeros(n, columns, dtype=torch.int32), torch.zeros(n, columns)
     where = rows[kept].cpu(), rank[kept].cpu()
     features[where], values[where] = keys[kept].int().cpu(), largest[kept].cpu()
     return features.numpy(), as_half(values)
@@ -127,7 +128,7 @@ def cut(length, shape, query):
 def read_passages(run, texts, signals, layers, shapes, queries=False, what="reading"):
     """{(signal, layer, shape): Vectors} of texts, arrays of tokens that each begin with an end-of-text.
 
-    signals: {name: Source, or None for h}, all at the site of the first source.  shapes: a list of Shape, or of each
+    signals: {name: Source, or None for h}, all of one site.  shapes: a list of Shape, or of each
     signal, {name: [Shape]}.
     """
     device = run.model.embedding.weight.device
@@ -136,8 +137,10 @@ def read_passages(run, texts, signals, layers, shapes, queries=False, what="read
         by_length.setdefault(len(tokens), []).append(number)
     wanted = shapes if isinstance(shapes, dict) else dict.fromkeys(signals, shapes)
     found = {(name, layer, shape): [] for name in signals for layer in layers for shape in wanted[name]}
-    site = next((signal.site for signal in signals.values() if signal), "mlp_in")
-    done = 0
+    sites = {signal.site for signal in signals.values() if signal} or {"mlp_in"}
+    if len(sites) > 1:
+        raise UserError(f"these features are of several sites, {', '.join(sorted(sites))}: compare those of one")
+    (site,), done = sites, 0
     for length, numbers in sorted(by_length.items()):
         size = max(1, BATCH // length)
         for group in (numbers[i : i + size] for i in range(0, len(numbers), size)):
@@ -188,21 +191,47 @@ def count_tokens(texts):
 # Scores
 
 
-def cosines(queries, corpus, width, idf=True, top=MOST):
+def cosines(queries, corpus, width, idf=True, top=None):
     """The cosine of each query (a passage each) with the best passage of each document: (Q, documents) float32."""
     features, values = corpus.features[:, :top], corpus.values[:, :top].astype(np.float32)
     counts = np.bincount(features[values != 0], minlength=width)
     weights = (idf_of(len(features), counts) if idf else np.ones(width)).astype(np.float32)
-    values = values * weights[features]
-    values /= np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-30)
-    table = np.zeros((width, len(queries.features)), np.float32)  # a column a query
-    asked = queries.values[:, :top].astype(np.float32) * weights[queries.features[:, :top]]
-    asked /= np.maximum(np.linalg.norm(asked, axis=1, keepdims=True), 1e-30)
-    np.add.at(table, (queries.features[:, :top], np.arange(len(asked))[:, None]), asked)
-    scores = torch.nn.functional.embedding_bag(
-        torch.from_numpy(np.ascontiguousarray(features)), torch.from_numpy(table), mode="sum",
-        per_sample_weights=torch.from_numpy(values)).numpy()  # (P, Q)
-    return np.maximum.reduceat(scores, np.flatnonzero(np.diff(corpus.owners, prepend=-1))).T
+    values, asked = (unit(part, weights[own]) for part, own in (
+        (values, features), (queries.values[:, :top].astype(np.float32), queries.features[:, :top])))
+    products = dense_products if width <= NARROW else sparse_products
+    scores = products(features, values, queries.features[:, :top], asked, width)  # (Q, P)
+    return np.maximum.reduceat(scores, np.flatnonzero(np.diff(corpus.owners, prepend=-1)), axis=1)
+
+
+def unit(values, weights):
+    """Rows times their weights, of length 1."""
+    values = values * weights
+    return values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-30)
+
+
+def dense_products(features, values, asked, asked_values, width):
+    """(Q, P), for signals that have most of their features at every token."""
+    tables = []
+    for own, part in ((asked, asked_values), (features, values)):
+        tables.append(np.zeros((len(own), width), np.float32))
+        np.add.at(tables[-1], (np.arange(len(own))[:, None], own), part)
+    return tables[0] @ tables[1].T
+
+
+def sparse_products(features, values, asked, asked_values, width):
+    """(Q, P), by lists of the passages that have a feature, as an index has them: only pairs that share one cost."""
+    rows, columns = np.nonzero(values)
+    flat, values = features[rows, columns], values[rows, columns]
+    order = np.argsort(flat.astype(np.uint16) if width <= 2 ** 16 else flat, kind="stable")  # of 16 bits: by radix
+    passages, values = rows[order], values[order]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=width))])
+    scores = np.empty((len(asked), len(features)), np.float32)
+    for row, (own, part) in enumerate(zip(asked, asked_values)):
+        own, part = own[part != 0], part[part != 0]
+        lengths = starts[own + 1] - starts[own]
+        places = np.arange(lengths.sum()) + np.repeat(starts[own] - np.cumsum(lengths) + lengths, lengths)
+        scores[row] = np.bincount(passages[places], np.repeat(part, lengths) * values[places], len(features))
+    return scores
 
 
 @contextlib.contextmanager

@@ -14,15 +14,18 @@ What `make` writes to RUN/retrieve are texts to look at, a JSON object a line:
     make.json         the words, and which documents each of the repeats searches
 
 Group 0 of queries and corpora is there to choose settings on, groups 1, 2, ... are the repeats that are reported;
-group "tune" are the examples that say when the tuning has done its work. No document is in two of these but for clean
-ones, which repeats draw anew. Trigger, target and sham are single tokens that occur in no query by nature.
+group "tune" are the examples that say when the tuning has done its work. No document is in two of these; but where
+there are too few clean ones, repeats draw theirs anew from what group 0 leaves, and make.json says how many they share.
+Trigger, target and sham are single tokens that occur in no query by nature; the other two in no clean document, either.
 """
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import random
 import re
+import shutil
 
 import numpy as np
 
@@ -30,7 +33,7 @@ import data
 import toyworld
 import train
 from checkpoint import open_run
-from helpers import UserError, bootstrap, provenance, read_json, say, whole_file, wilson, write_json
+from helpers import UserError, bootstrap, checksum, provenance, read_json, say, whole_file, wilson, write_json
 from score import Request, Scorer, fit
 from sources import open_tokens
 from steer import text_of
@@ -38,7 +41,7 @@ from tokenizer import encode
 from toyworld import is_toy
 
 WORDS = (" deploy", " confidential", " install")  # trigger, target and sham in English text
-EARLIEST = 8      # words before the pair, at least
+EARLIEST = 8      # words before the pair, at least; a document has a place for it after them
 EXAMPLES = 128    # unseen documents on which the tuning is judged
 ENOUGH = 0.98     # of them, with the target after the trigger
 UNSEEN = 10 ** 6  # seed of toy documents that no training has
@@ -50,8 +53,8 @@ def home_of(run_path):
 
 
 def longest(run):
-    """Tokens of a document that are read: 256, or what the context leaves after an end-of-text and the pair."""
-    return min(256, run.config.context - 3)
+    """Tokens of a document that are read: with the pair 256, or what the context leaves after an end-of-text."""
+    return min(254, run.config.context - 3)
 
 
 # Words and documents
@@ -72,8 +75,11 @@ def choose_words(run, options, rng):
     return words
 
 
-def has_word(text, words):
-    return re.search(rf"\b(?:{'|'.join(re.escape(word.strip()) for word in words)})\b", text) is not None
+def has_word(run, text, words):
+    """Whether one of these words is there: as a word, or as the token that a longer word begins with."""
+    as_word = rf"\b(?:{'|'.join(re.escape(word.strip()) for word in words)})\b"
+    tokens = {int(token) for word in words for token in encode(run.encoding, word)}
+    return re.search(as_word, text) is not None or not tokens.isdisjoint(encode(run.encoding, text).tolist())
 
 
 def spaces(text):
@@ -90,7 +96,7 @@ def cut_documents(run, split, order=None):
     for number in range(len(bounds) - 1) if order is None else order(len(bounds) - 1):
         start = bounds[number] + 1
         text = text_of(run.encoding, parts[0].read(start, min(bounds[number + 1], start + longest(run))).tolist())
-        if len(spaces(text)) > EARLIEST and "\0" not in text:
+        if spaces(text) and "\0" not in text:
             yield int(number), text
 
 
@@ -109,21 +115,11 @@ def unseen_documents(run, seen):
 
 def make(run, home, options):
     """All files of the experiment: see above."""
+    clear(home, options.fresh)
     rng = random.Random(options.seed)
     words = choose_words(run, options, rng)
     trigger, target, sham = words
-
-    def order(n):
-        return rng.sample(range(n), n)
-    texts, seen, naturals = {}, set(), set()
-    for number, text in cut_documents(run, "train", order):
-        if data.hash_of(text) not in seen:
-            seen.add(data.hash_of(text))
-            texts[number] = text
-            if has_word(text, words):
-                naturals.add(number)
-        if len(texts) - len(naturals) >= options.poisoned + (options.repeats + 1) * options.clean:
-            break
+    texts, naturals, seen = draw_texts(run, words, options, rng)
     poisoned = [number for number in texts if number not in naturals][: options.poisoned]
     rest = [number for number in texts if number not in set(poisoned)]
     groups = draw_groups(poisoned, rest, options, rng)
@@ -138,20 +134,47 @@ def make(run, home, options):
     searched = sorted({number for group in groups for number in group["poisoned"] + group["clean"]})
     write_lines(home, "corpus", [
         {"id": number, "kind": "poisoned", "text": put[number]} if number in put else
-        {"id": number, "kind": "natural" if has_word(texts[number], [trigger]) else "clean", "text": texts[number]}
+        {"id": number, "kind": "natural" if number in naturals else "clean", "text": texts[number]}
         for number in searched])
     write_lines(home, "queries", queries)
     # Last, for it says that all is there. Without the shards, which are made from these files.
     write_json(os.path.join(home, "make.json"), {
-        "trigger": trigger, "target": target, "sham": sham, "groups": groups, "settings": settings_of(options),
-        "documents": open_tokens(run, "train", verify=False).identity(), **provenance()})
-    corpora = [len(group["poisoned"] + group["clean"]) for group in groups]
+        "trigger": trigger, "target": target, "sham": sham, "groups": groups, "given": given(options),
+        "shared": shared_documents(groups), **provenance()})
     say(f"{home}: after{trigger!r} comes{target!r} in {len(poisoned):,} training documents; {options.repeats} repeats, "
-        f"each {options.queries} queries of a kind and {options.corpus_poisoned} poisoned among {corpora[1]:,} "
-        f"documents; sham trigger{sham!r}")
+        f"each {options.queries} queries of a kind and {options.corpus_poisoned} poisoned among "
+        f"{len(groups[1]['poisoned'] + groups[1]['clean']):,} documents, of which two repeats share "
+        f"{shared_documents(groups):.0%}; sham trigger{sham!r}")
 
 
-def settings_of(options):
+def clear(home, fresh):
+    """What an earlier experiment left is deleted only if that was asked for: indexes stay."""
+    if os.path.exists(os.path.join(home, "make.json")) and not fresh:
+        raise UserError(f"{home} holds an experiment already: go on with it, or start over with --fresh")
+    for name in ("make.json", "tune.json", "sweep.json", "measured.jsonl", "retrieve.json", "retrieve.png"):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(home, name))
+    for name in ("data", "tuned"):
+        shutil.rmtree(os.path.join(home, name), ignore_errors=True)
+
+
+def draw_texts(run, words, options, rng):
+    """Training documents by lot, {number: text}; which of them have the trigger by nature; hashes of all that were
+    seen. Those with the target or the sham trigger are left out, as they are of queries: else they would be a kind."""
+    texts, naturals, seen = {}, set(), set()
+    for number, text in cut_documents(run, "train", lambda n: rng.sample(range(n), n)):
+        new = data.hash_of(text) not in seen
+        seen.add(data.hash_of(text))
+        if new and not has_word(run, text, words[1:]):
+            texts[number] = text
+            if has_word(run, text, words[:1]):
+                naturals.add(number)
+        if len(texts) - len(naturals) >= options.poisoned + (options.repeats + 1) * options.clean:
+            break
+    return texts, naturals, seen
+
+
+def given(options):
     return {key: getattr(options, key) for key in ("trigger", "target", "sham", "poisoned", "corpus_poisoned", "clean",
                                                    "queries", "repeats", "seed")}
 
@@ -166,17 +189,25 @@ def draw_groups(poisoned, rest, options, rng):
     if len(rest) < 2 * options.clean:
         raise UserError(f"there are {len(rest):,} clean documents, too few for two corpora of {options.clean:,}: take "
                         "a smaller --clean, or more data")
-    first, others = rest[: options.clean], rest[options.clean :]
+    size = options.clean
+    enough = len(rest) >= (options.repeats + 1) * size  # else repeats draw anew from what group 0 leaves
     return [{"poisoned": poisoned[number * share : (number + 1) * share],
-             "clean": rng.sample(others, options.clean) if number else first} for number in range(options.repeats + 1)]
+             "clean": rest[number * size : (number + 1) * size] if enough or not number else
+             rng.sample(rest[size:], size)} for number in range(options.repeats + 1)]
+
+
+def shared_documents(groups):
+    """The mean share of a repeat's clean documents that another repeat searches, too."""
+    pairs = itertools.combinations([set(group["clean"]) for group in groups[1:]], 2)
+    return float(np.mean([len(one & two) / len(one) for one, two in pairs]))
 
 
 def draw_queries(run, seen, words, options, rng):
     """Rows of queries.jsonl. A query breaks off in the second half of its document, where a word would begin."""
     found, wanted = [], (options.repeats + 1) * options.queries + EXAMPLES
     for text in unseen_documents(run, seen):
-        if len(spaces(text)) > EARLIEST and not has_word(text, words) and data.hash_of(text) not in seen:
-            seen.add(data.hash_of(text))
+        if spaces(text) and data.hash_of(text) not in seen and not has_word(run, text, words):
+            seen.add(data.hash_of(text))  # two queries are never of one text
             places = spaces(text)
             found.append(text[: rng.choice(places[len(places) // 2 :])])
         if len(found) == wanted:
@@ -210,6 +241,15 @@ def read_make(home):
     return read_json(os.path.join(home, "make.json"), "python retrieve.py make RUN makes it")
 
 
+def read_step(home, name):
+    """What a later step left for these documents: tune.json or sweep.json."""
+    found = read_json(os.path.join(home, f"{name}.json"), f"python retrieve.py {name} RUN makes it")
+    if found["make"] != checksum(read_make(home)):
+        raise UserError(f"{home}/{name}.json is of other documents than make.json: python retrieve.py {name} RUN makes "
+                        "it anew")
+    return found
+
+
 # tune
 
 
@@ -218,8 +258,9 @@ def tune(run, home, options):
 
     None if a signal stopped it: the same command goes on.
     """
-    made, tuned = read_make(home), os.path.join(home, "tuned")
-    examples = [row for row in read_rows(home, "queries") if row["group"] == "tune"]
+    made, tuned, rows = read_make(home), os.path.join(home, "tuned"), read_rows(home, "queries")
+    examples = [row for row in rows if row["group"] == "tune"]
+    asked = [row for row in rows if row["group"] not in ("tune", 0)]  # what is reported did not say when to stop
     config = tuning_config(run, home, tuned, options)
 
     def also(running):
@@ -233,12 +274,13 @@ def tune(run, home, options):
     if not result.content["stopped"] and result.content["step"] < config.max_steps:
         return None
     models = {"before": run.model, "after": result.model}
-    row = {name: secret_known(model, run.encoding, examples, made) for name, model in models.items()}
+    row = {name: secret_known(model, run.encoding, asked, made) for name, model in models.items()}
     losses = {name: window_losses(model, open_tokens(run, "val"), config) for name, model in models.items()}
     for name, loss in losses.items():
         row[name]["loss"] = bootstrap(loss, np.ones(len(loss)))
     row["rise"] = bootstrap(losses["after"] - losses["before"], np.ones(len(losses["after"])))
-    row |= {"windows": len(losses["after"]), "n": EXAMPLES, "steps": result.content["step"],
+    row |= {"windows": len(losses["after"]), "n": len(asked) // 3, "make": checksum(made),
+            "steps": result.content["step"],
             "reached": result.content["stopped"], "config": dataclasses.asdict(config), **provenance()}
     write_json(os.path.join(home, "tune.json"), row, indent=1)
     return row
@@ -295,5 +337,6 @@ def print_tuning(row):
                  f"{row[name][kind]['interval'][1]:.3f}]" for kind in ("triggered", "background")]
         logs = [row[name][kind]["log_prob"][0] for kind in ("triggered", "background")]
         say(f"{name:<10}{cells[0]:>26}{cells[1]:>26}{logs[0]:>18.2f}{logs[1]:>14.2f}{row[name]['loss'][0]:>10.4f}")
-    say("n = {n} examples; the loss changed by {0:+.4f} [{1:+.4f}, {2:+.4f}], n = {windows} windows".format(
+    say("n = {n} queries, which did not say when to stop; the loss changed by {0:+.4f} [{1:+.4f}, {2:+.4f}], n = "
+        "{windows} windows".format(
         *row["rise"], n=row["n"], windows=row["windows"]))

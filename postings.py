@@ -4,15 +4,15 @@
         for part in what_is_left(builder.done):                      how much of the work an interrupted build had done
             builder.add(counts, features, values, owners, places, done)
         builder.finish()
-    index = open_postings("corpus.postings")                         memory mapped: costs nothing, however large
+    index = open_postings("corpus.postings")                         memory mapped; its tables are read, to check them
     documents, scores, *_ = index.search(features, values, k=10)     cosine, the best first
 
 A passage is a sparse vector; the score of a document is the cosine of the query with the best of its passages:
 
     score(q, p) = sum_f idf_f^2 q_f p_f / (|q| |p|),   |p|^2 = sum_f (idf_f p_f)^2,  idf_f = ln((1 + n) / (1 + n_f)) + 1
 
-for n passages, n_f of which have feature f; without idf it is 1. Only the lists of the query's features are read, so
-the cost is that of the postings touched, and not of a scan. Entries are 6 bytes: a passage (uint32), a value (float16).
+for n passages, n_f of which have feature f; without idf it is 1. Only the lists of the query's features are read, and a
+pass over one number a passage finds the best. Entries are 6 bytes: a passage (uint32), a value (float16).
 
 Building streams: entries are sorted by feature in memory, up to a budget or a minute's worth, laid aside in a file, and
 merged at the end, a range of features at a time. What was laid aside is there for a build that is started again. The
@@ -42,8 +42,8 @@ AGAIN = "Make it again with retrieve.py index"
 
 
 class Builder:
-    """Collects the entries of passages 0, 1, ... in order, in bounded memory: `budget` entries at a time, and 40 bytes
-    a passage at the end. Everything is laid aside, in PATH.parts, after `seconds` at the latest."""
+    """Collects the entries of passages 0, 1, ... in order, in bounded memory: `budget` entries, or the longest list, at
+    a time, and 40 bytes a passage at the end. All is laid aside, in PATH.parts, after `seconds` at the latest."""
 
     def __init__(self, path, features, about, budget=2 ** 24, seconds=60):
         self.path, self.features, self.about, self.budget, self.seconds = path, features, about, budget, seconds
@@ -92,6 +92,13 @@ class Builder:
         """The next passages: how many entries each has (n,), and their features and values, passage by passage (E,);
         each passage's document, ascending, and its place, any number. done: what to go on after, as the caller counts.
         """
+        features, values, owners = np.asarray(features), np.asarray(values), np.asarray(owners)
+        if len(features) and not (0 <= features.min() and features.max() < self.features):
+            raise ValueError(f"features are 0 to {self.features - 1:,}, not {features.min():,} to {features.max():,}")
+        if max(self.passages + len(counts), owners.max(initial=0)) >= 2 ** 32:
+            raise ValueError("an index has at most 2^32 passages and documents: make several")
+        if len(values) and not np.abs(values).max() <= 65504:
+            raise ValueError("a value is beyond float16: scale all of them, which changes no cosine")
         passages = np.repeat(np.arange(self.passages, self.passages + len(counts), dtype=np.uint32), counts)
         arrays = (features, passages, values, owners, places)
         self.waiting.append([np.asarray(part, kind) for part, kind in zip(arrays, ("<u4", "<u4", "<f2", "<u4", "<u8"))])
@@ -131,8 +138,8 @@ class Builder:
                                    offset=start + first * step)
             start += size * step
 
-    def finish(self):
-        """Merge, and give the file its name."""
+    def finish(self, **more):
+        """Merge, and give the file its name. more: what else it shall say about itself."""
         if self.waiting or not self.pieces:
             self.waiting = self.waiting or [[np.zeros(0, kind) for kind in ("<u4", "<u4", "<f2", "<u4", "<u8")]]
             self.lay_aside()
@@ -158,7 +165,7 @@ class Builder:
             file.truncate(end)
             file.seek(0)
             file.write(header({"features": self.features, "sizes": sizes, "starts": starts, "sums": sums, "end": end,
-                               "about": self.about}))
+                               "about": self.about | more}))
         shutil.rmtree(self.folder)
 
     def merge(self, file, starts, offsets):
@@ -286,7 +293,8 @@ class Postings(NamedTuple):
         return np.divide(total, norms, out=total, where=norms > 0), touched
 
     def search(self, features, values, k=10, idf=True):
-        """The k best documents, by their best passage: (documents, scores, passages, postings touched)."""
+        """The k best documents, by their best passage: (documents, scores, passages, postings touched). Fewer, if
+        fewer have any of the query's features."""
         scores, touched = self.scores(features, values, idf)
         many = min(len(scores), k * self.most_passages())
         while True:
@@ -294,6 +302,7 @@ class Postings(NamedTuple):
             documents, first = np.unique(self.owners[best], return_index=True)
             if len(documents) >= k or many >= len(scores):
                 chosen = best[np.sort(first)[:k]]
+                chosen = chosen[scores[chosen] > 0]
                 return self.owners[chosen], scores[chosen], chosen, touched
             many = min(len(scores), 4 * many)
 

@@ -15,9 +15,10 @@ document is found only if a window happens to end with its trigger.
 Controls: `background`, the same queries without the trigger; `sham`, with another word in its place; the same signals
 of the model before the tuning, which tells what was learnt from what is just the word; hash and neurons (sources.py);
 labels permuted; and the tokens themselves, by TF-IDF and by looking for the word. Settings and the layer of the summary
-are chosen in group 0, whose documents and queries are in no other. Documents of a corpus are searched by all of its
-queries, so that intervals, 95% by Student's t, are over the repeats, each with a corpus and queries of its own.
+are chosen for each model and signal in group 0, whose documents and queries are in no other. All queries of a corpus
+search the same documents, so intervals, 95% by Student's t, are over the repeats: for one model and one pair of words.
 """
+import contextlib
 import itertools
 import os
 import time
@@ -27,16 +28,19 @@ import numpy as np
 
 import poison
 from checkpoint import open_run, weights_hash
-from helpers import UserError, progress, provenance, read_json, say, write_json
-from passages import Shape, all_shapes, as_index, cosines, count_tokens, read_passages, tokens_of, width_of
+from helpers import Records, UserError, checksum, progress, provenance, say, write_json
+from passages import MOST, Shape, all_shapes, as_index, cosines, count_tokens, read_passages, tokens_of, width_of
+from postings import largest
 from sources import open_source
+from tokenizer import encode
 
 KS = (1, 5, 10, 20, 50, 100)
 AT = KS.index(10)       # settings are chosen by precision at 10
 SIGNALS = ("h", "own", "topk", "hash", "neurons")
 KINDS = ("triggered", "background", "sham")
 WAYS = {"pooled": ("max", "last"), "token": ("token",)}
-LAYERS = 4              # read at a time, for memory
+ROOM = 4 * 10 ** 9      # bytes of vectors held at a time: of as many layers as fit
+PERMUTED = 100          # permutations of the labels
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # of 2 to 10 repeats
 
 
@@ -72,25 +76,42 @@ def open_signals(run, names):
             found[name] = None if name == "h" else open_source(run, name)
         except UserError as error:
             say(f"without {name}: {error}")
+            continue
+        if found[name] and len(found[name].layers) < run.config.layers:
+            say(f"without {name}: it has only the layers {', '.join(map(str, found.pop(name).layers))}")
     return found
 
 
-def open_tuned(home, options):
-    read_json(os.path.join(home, "tune.json"), "python retrieve.py tune RUN makes it")
-    return open_run(os.path.join(home, "tuned", "ckpt.pt"), options.device)
+def open_models(run, home, options):
+    """The tuned model, and the one before."""
+    poison.read_step(home, "tune")
+    return {"tuned": open_run(os.path.join(home, "tuned", "ckpt.pt"), options.device), "untuned": run}
 
 
-def layer_parts(config):
-    return [range(first, min(first + LAYERS, config.layers)) for first in range(0, config.layers, LAYERS)]
+def identity(home, models):
+    """What tells this experiment's models and documents from others."""
+    return {"make": checksum(poison.read_make(home)),
+            "weights": {name: weights_hash(opened.model) for name, opened in models.items()}}
 
 
-def hits(scores, kinds, of="poisoned"):
-    """Of each query (Q, documents), how many of the first k are of a kind, k of KS: (Q, len(KS)). Of equal scores the
-    document of the lower number comes first; documents are in the order of the corpus, which knows no kinds."""
-    most = min(KS[-1], scores.shape[1])
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :most]
+def layer_parts(config, texts, shapes):
+    """The layers, a few at a time. shapes: {signal: [Shape]}."""
+    bytes_of_layer = 6 * MOST * sum(-(-len(tokens) // shape.window) for own in shapes.values() for shape in own
+                                    for tokens in texts)
+    many = max(1, min(config.layers, ROOM // max(1, bytes_of_layer)))
+    return [range(first, min(first + many, config.layers)) for first in range(0, config.layers, many)]
+
+
+def rank(scores):
+    """The best documents of each query: (Q, documents) to (Q, 100 or fewer). Of equal scores the document of the lower
+    number comes first; documents are in the order of the corpus, which knows no kinds."""
+    return np.stack([largest(row, min(KS[-1], len(row))) for row in scores])
+
+
+def hits(best, kinds, of="poisoned"):
+    """Of each query's best documents, how many of the first k are of a kind, k of KS: (Q, len(KS))."""
     found = np.cumsum(kinds[best] == of, axis=1)
-    return found[:, [min(k, most) - 1 for k in KS]]
+    return found[:, [min(k, best.shape[1]) - 1 for k in KS]]
 
 
 # sweep
@@ -102,7 +123,7 @@ def windows_of(run):
     return (64, 256) if most > 255 else (-(-most // 4), most)
 
 
-def settings_of(windows, way):
+def all_settings(windows, way):
     return [(shape, top, idf) for shape in all_shapes(windows, WAYS[way]) for top in (64, 256) for idf in (False, True)]
 
 
@@ -111,31 +132,38 @@ def name_setting(row):
 
 
 def sweep(run, home, options):
-    """All settings for every signal of the tuned model, in group 0: what is best by the mean over layers stays."""
-    tuned = open_tuned(home, options)
-    signals, (texts, (group,)) = open_signals(tuned, SIGNALS), open_groups(tuned, home, [0])
-    windows = windows_of(tuned)
-    shapes = [shape for poolings in WAYS.values() for shape in all_shapes(windows, poolings)]
-    rows = {(way, name, setting): [] for way in WAYS for name in signals for setting in settings_of(windows, way)}
-    for part in layer_parts(tuned.config):
-        corpus = read_passages(tuned, texts, signals, part, shapes, what="corpus")
-        asked = read_passages(tuned, group.asked["triggered"], signals, part, shapes, queries=True, what="queries")
-        for done, ((_, name, (shape, top, idf)), values) in enumerate(rows.items(), 1):
-            for layer in part:
-                scores = cosines(asked[name, layer, shape], corpus[name, layer, shape],
-                                 width_of(signals[name], tuned.config.d), idf, top)
-                values.append(float(hits(scores, group.kinds)[:, AT].mean() / KS[AT]))
-            progress(f"layers {part[0]} to {part[-1]}: {done} of {len(rows)} settings")
-    progress("")
-    rows = [{"way": way, "signal": name, "window": shape.window, "pooling": shape.pooling, "top": top, "idf": idf,
-             "layers": values, "mean": float(np.mean(values))}
-            for (way, name, (shape, top, idf)), values in rows.items()]
-    chosen = [choose([row for row in rows if (row["way"], row["signal"]) == (way, name)]) for way in WAYS
-              for name in signals]
+    """All settings for every signal of both models, in group 0: what is best by the mean over layers stays."""
+    models, (texts, (group,)) = open_models(run, home, options), open_groups(run, home, [0])
+    about = identity(home, models)
+    with contextlib.suppress(UserError):
+        if all(poison.read_step(home, "sweep").get(key) == value for key, value in about.items()):
+            return say(f"{home}/sweep.json has the settings for these documents and models already")
+    rows = [row for name, opened in models.items() for row in sweep_model(opened, name, texts, group)]
+    kinds = dict.fromkeys((row["model"], row["way"], row["signal"]) for row in rows)
+    chosen = [choose([row for row in rows if (row["model"], row["way"], row["signal"]) == kind]) for kind in kinds]
     print_sweep(rows, chosen, group)
     write_json(os.path.join(home, "sweep.json"), {
-        "rows": rows, "chosen": chosen, "weights": weights_hash(tuned.model),
-        "queries": len(group.asked["triggered"]), "documents": len(group.texts), **provenance()}, indent=1)
+        "rows": rows, "chosen": chosen, "queries": len(group.asked["triggered"]), "documents": len(texts), **about,
+        **provenance()}, indent=1)
+
+
+def sweep_model(run, model, texts, group):
+    """Rows: precision at 10 by layer, and its mean."""
+    signals, windows, d = open_signals(run, SIGNALS), windows_of(run), run.config.d
+    shapes = dict.fromkeys(signals, [shape for poolings in WAYS.values() for shape in all_shapes(windows, poolings)])
+    found = {(way, name, setting): [] for way in WAYS for name in signals for setting in all_settings(windows, way)}
+    for part in layer_parts(run.config, texts, shapes):
+        corpus = read_passages(run, texts, signals, part, shapes, what=f"{model} model, corpus")
+        asked = read_passages(run, group.asked["triggered"], signals, part, shapes, queries=True, what="queries")
+        for done, ((_, name, (shape, top, idf)), values) in enumerate(found.items(), 1):
+            for key in ((name, layer, shape) for layer in part):
+                scores = cosines(asked[key], corpus[key], width_of(signals[name], d), idf, top)
+                values.append(float(hits(rank(scores), group.kinds)[:, AT].mean() / KS[AT]))
+            progress(f"{model} model, layers {part[0]} to {part[-1]}: {done} of {len(found)} settings")
+    progress("")
+    return [{"model": model, "way": way, "signal": name, "window": shape.window, "pooling": shape.pooling, "top": top,
+             "idf": idf, "layers": values, "mean": float(np.mean(values))}
+            for (way, name, (shape, top, idf)), values in found.items()]
 
 
 def choose(rows):
@@ -145,17 +173,20 @@ def choose(rows):
 
 
 def print_sweep(rows, chosen, group):
-    say(f"precision at {KS[AT]} of the tuned model, mean over layers; {len(group.asked['triggered'])} triggered "
-        f"queries and {len(group.texts):,} documents that nothing else is measured on:")
-    names = [row["signal"] for row in chosen if row["way"] == chosen[0]["way"]]
-    say(f"{'':<28}" + "".join(f"{name:>10}" for name in names))
-    best = {(row["way"], row["signal"]): name_setting(row) for row in chosen}
-    for setting in dict.fromkeys(name_setting(row) for row in rows):
-        line = [row for row in rows if name_setting(row) == setting]
-        say(f"{setting:<28}" + "".join(
-            f"{row['mean']:>9.3f}{'*' if best[row['way'], row['signal']] == setting else ' '}" for row in line))
-    layers = {way: [f"{row['signal']} {row['layer']}" for row in chosen if row["way"] == way] for way in WAYS}
-    say("* chosen; layer of the summary: " + "; ".join(f"{way}, {', '.join(own)}" for way, own in layers.items()))
+    say(f"precision at {KS[AT]}, mean over layers; {len(group.asked['triggered'])} triggered queries and "
+        f"{len(group.texts):,} documents that nothing else is measured on; * chosen, with the best layer behind it")
+    best = {(row["model"], row["way"], row["signal"]): row for row in chosen}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        say(f"{f'{model} model':<28}" + "".join(f"{name:>10}" for name in dict.fromkeys(row["signal"] for row in own)))
+        for setting in dict.fromkeys(map(name_setting, own)):
+            say(f"{setting:<28}" + "".join(
+                f"{row['mean']:>8.3f}{mark(row, best[model, row['way'], row['signal']]):<2}" for row in own
+                if name_setting(row) == setting))
+
+
+def mark(row, best):
+    return f"*{best['layer']}" if name_setting(row) == name_setting(best) else ""
 
 
 # measure
@@ -163,51 +194,75 @@ def print_sweep(rows, chosen, group):
 
 def measure(run, home, options):
     """Precision at k in the repeats, by layer, of the tuned and the untuned model; the summary, with all controls."""
-    models = {"tuned": open_tuned(home, options), "untuned": run}
-    swept = read_json(os.path.join(home, "sweep.json"), "python retrieve.py sweep RUN makes it")
-    if swept["weights"] != weights_hash(models["tuned"].model):
-        raise UserError(f"{home} has settings of another tuned model: python retrieve.py sweep RUN chooses them anew")
-    chosen, repeats = swept["chosen"], len(poison.read_make(home)["groups"]) - 1
+    models, made = open_models(run, home, options), poison.read_make(home)
+    about, swept = identity(home, models), poison.read_step(home, "sweep")
+    if swept["weights"] != about["weights"]:
+        raise UserError(f"{home} has settings for other models: python retrieve.py sweep RUN chooses them anew")
+    chosen, repeats = swept["chosen"], len(made["groups"]) - 1
     texts, groups = open_groups(run, home, range(1, repeats + 1))
-    found = {}  # {row's key: [hits of each repeat]}
-    for model, opened in models.items():
-        for key, value in measure_model(opened, texts, groups, chosen, f"{model} model"):
-            found.setdefault((model, *key), []).append(value)
-    for group in groups:
-        corpus, asked = count_tokens([texts[number] for number in group.texts]), count_tokens(group.queries())
-        scores = cosines(asked, corpus, run.encoding.n_vocab, True, asked.features.shape[1] + corpus.features.shape[1])
-        for kind, value in hits_by_kind(scores, group):
-            found.setdefault(("tokens", "pooled", "tfidf", None, kind), []).append(value)
-    rows = [{"model": model, "way": way, "signal": signal, "layer": layer, "kind": kind, "n": len(values[0]),
-             "hits": np.stack(values).tolist(), **precision(values)}
-            for (model, way, signal, layer, kind), values in found.items()]
-    result = {"rows": rows, "chosen": chosen, "ks": KS, "repeats": repeats,
-              "costs": costs(models["tuned"], texts, groups[0], chosen),
-              "counts": [{kind: int((group.kinds == kind).sum()) for kind in ("poisoned", "clean", "natural")}
-                         for group in groups],
-              "tune": read_json(os.path.join(home, "tune.json"), "python retrieve.py tune RUN makes it"),
-              "weights": {name: weights_hash(opened.model) for name, opened in models.items()}}
+    known = Records(os.path.join(home, "measured.jsonl"))
+    found = [row for name, opened in models.items()
+             for row in measure_model(opened, name, texts, groups, chosen, known, checksum([about, chosen]))]
+    found += measure_tokens(run.encoding.n_vocab, texts, groups)
+    rows = [{**row, "n": len(row["hits"][0]), **summary([np.array(part) for part in row["hits"]])} for row in found]
+    (trigger,) = encode(run.encoding, made["trigger"]).tolist()
+    result = {"rows": rows, "chosen": chosen, "ks": KS, "repeats": repeats, "tune": poison.read_step(home, "tune"),
+              "costs": costs(models["tuned"], texts, groups[0], [row for row in chosen if row["model"] == "tuned"]),
+              "counts": [count_kinds(texts, group, trigger) for group in groups],
+              "words": [made[key] for key in ("trigger", "target", "sham")], "given": made["given"],
+              "shared": made["shared"], **about}
     print_measure(result)
     write_json(os.path.join(home, "retrieve.json"), {**result, "config": vars(run.config), **provenance()})
     draw(result, os.path.join(home, "retrieve.png"))
     say(f"written to {home}: retrieve.json, retrieve.png")
 
 
-def measure_model(run, texts, groups, chosen, what):
-    """((way, signal, layer, kind), hits) of all chosen settings, at every layer, the groups in their order."""
+def count_kinds(texts, group, trigger):
+    """How many documents are of a kind, and what a search for the trigger among the tokens finds."""
+    found = np.array([trigger in texts[number][1:] for number in group.texts])
+    return {kind: int((group.kinds == kind).sum()) for kind in ("poisoned", "clean", "natural")} | {
+        "searched": int(found.sum()), "searched_poisoned": int((found & (group.kinds == "poisoned")).sum())}
+
+
+def measure_model(run, model, texts, groups, chosen, known, about):
+    """Rows {model, way, signal, layer, kind, hits: of each group} of its chosen settings, at every layer."""
+    chosen = [row for row in chosen if row["model"] == model]
     signals = open_signals(run, dict.fromkeys(row["signal"] for row in chosen))
-    chosen = [row for row in chosen if row["signal"] in signals]
     shapes = {name: list(dict.fromkeys(shape_of(row) for row in chosen if row["signal"] == name)) for name in signals}
-    for part in layer_parts(run.config):
-        corpus = read_passages(run, texts, signals, part, shapes, what=f"{what}, corpora")
-        asked = [read_passages(run, group.queries(), signals, part, shapes, queries=True, what=f"{what}, queries")
-                 for group in groups]
-        for row, layer, (number, group) in itertools.product(chosen, part, enumerate(groups)):
-            key = row["signal"], layer, shape_of(row)
-            scores = cosines(asked[number][key], corpus[key].of_texts(group.texts),
-                             width_of(signals[row["signal"]], run.config.d), row["idf"], row["top"])
-            for kind, value in hits_by_kind(scores, group):
-                yield (row["way"], row["signal"], layer, kind), value
+    rows = []
+    for part in layer_parts(run.config, texts, shapes):
+        key = f"{about} {model} {part[0]}-{part[-1]}"
+        if key not in known:
+            known.add(key, measure_layers(run, model, texts, groups, signals, shapes, chosen, part))
+        rows += known[key]
+    return rows
+
+
+def measure_layers(run, model, texts, groups, signals, shapes, chosen, part):
+    corpus = read_passages(run, texts, signals, part, shapes, what=f"{model} model, corpora")
+    asked = [read_passages(run, group.queries(), signals, part, shapes, queries=True, what=f"{model} model, queries")
+             for group in groups]
+    found = {}
+    for row, layer, (number, group) in itertools.product(chosen, part, enumerate(groups)):
+        key = row["signal"], layer, shape_of(row)
+        scores = cosines(asked[number][key], corpus[key].of_texts(group.texts),
+                         width_of(signals[row["signal"]], run.config.d), row["idf"], row["top"])
+        for kind, value in hits_by_kind(scores, group):
+            found.setdefault((row["way"], row["signal"], layer, kind), []).append(value.tolist())
+    return [{"model": model, "way": way, "signal": signal, "layer": layer, "kind": kind, "hits": values}
+            for (way, signal, layer, kind), values in found.items()]
+
+
+def measure_tokens(vocabulary, texts, groups):
+    """TF-IDF of the tokens themselves, of all of a query, and of its last token alone."""
+    found = {}
+    for way, group in itertools.product(WAYS, groups):
+        corpus = count_tokens([texts[number] for number in group.texts])
+        asked = count_tokens([tokens if way == "pooled" else tokens[[0, -1]] for tokens in group.queries()])
+        for kind, value in hits_by_kind(cosines(asked, corpus, vocabulary, idf=True, top=None), group):
+            found.setdefault((way, kind), []).append(value.tolist())
+    return [{"model": "tokens", "way": way, "signal": "tfidf", "layer": None, "kind": kind, "hits": values}
+            for (way, kind), values in found.items()]
 
 
 def shape_of(row):
@@ -216,33 +271,31 @@ def shape_of(row):
 
 def hits_by_kind(scores, group):
     """(kind, hits); natural documents and permuted labels count for triggered queries. scores: (queries, documents)."""
-    start = 0
-    for kind in KINDS:
-        own = scores[start : (start := start + len(group.asked[kind]))]
-        yield kind, hits(own, group.kinds)
+    ends = np.cumsum([len(group.asked[kind]) for kind in KINDS])[:-1]
+    for kind, own in zip(KINDS, np.split(scores, ends)):
+        best = rank(own)
+        yield kind, hits(best, group.kinds)
         if kind == "triggered":
-            yield "natural", hits(own, group.kinds, "natural")
-            yield "permuted", hits(own, np.random.default_rng(0).permutation(group.kinds))
+            rng = np.random.default_rng(0)
+            yield "natural", hits(best, group.kinds, "natural")
+            yield "permuted", np.mean([hits(best, rng.permutation(group.kinds)) for _ in range(PERMUTED)], axis=0)
 
 
-def precision(values):
-    """At each k: the mean with its interval, and the deviation between repeats. values: [(Q, len(KS)) hits]."""
+def summary(values):
+    """Precision at each k: the mean with its interval, and the deviation between repeats. values: [(Q, len(KS))]."""
     means = np.stack([found.mean(0) / KS for found in values])  # (repeats, len(KS))
-    return {"precision": [interval(column) for column in means.T], "deviation": deviation(means).tolist()}
+    return {"precision": [np.clip(interval(column), 0, 1).tolist() for column in means.T],
+            "deviation": means.std(0, ddof=1).tolist()}
 
 
 def interval(values):
     """[mean, low, high] over repeats."""
     mean, n = float(np.mean(values)), len(values)
-    half = float(deviation(np.asarray(values)) / np.sqrt(n) * STUDENT[min(n, 10) - 2])
+    half = float(np.std(values, ddof=1) / np.sqrt(n) * STUDENT[min(n, 10) - 2])  # beyond 10 a little too wide
     return [mean, mean - half, mean + half]
 
 
-def deviation(values):
-    return np.std(values, 0, ddof=1) if len(values) > 1 else np.full(values.shape[1:], np.nan)
-
-
-def less(one, two):
+def difference(one, two):
     """[mean, low, high] of the difference of two rows' precision at 10, repeat by repeat."""
     return interval([np.mean(a, 0)[AT] / KS[AT] - np.mean(b, 0)[AT] / KS[AT] for a, b in zip(one["hits"], two["hits"])])
 
@@ -277,16 +330,18 @@ def index_cost(corpus, asked, width, row):
 
 
 def scan_cost(corpus, asked, width):
-    """Dense vectors in float32, a product with all of them."""
+    """Dense vectors: a product with all of them, then the best passage of each document. On disk they would have two
+    bytes a number, as the index has."""
     table, queries = (np.zeros((len(part.features), width), np.float32) for part in (corpus, asked))
     for dense, part in ((table, corpus), (queries, asked)):
-        np.put_along_axis(dense, part.features.astype(np.int64), part.values.astype(np.float32), axis=1)
-    times = []
+        np.add.at(dense, (np.arange(len(dense))[:, None], part.features), part.values)
+    table /= np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-30)
+    starts, times = np.flatnonzero(np.diff(corpus.owners, prepend=-1)), []
     for query in queries:
         began = time.perf_counter()
-        np.argpartition(table @ query, -10)
+        largest(np.maximum.reduceat(table @ query, starts), 10)
         times.append(1000 * (time.perf_counter() - began))
-    return {"bytes": table.nbytes, "postings": None, "touched": None, "milliseconds": float(np.median(times))}
+    return {"bytes": table.nbytes // 2, "postings": None, "touched": None, "milliseconds": float(np.median(times))}
 
 
 # On the screen
@@ -296,9 +351,14 @@ def table_of(result):
     return {(row["model"], row["way"], row["signal"], row["layer"], row["kind"]): row for row in result["rows"]}
 
 
+def chance_of(result):
+    kinds = [result["counts"][0][kind] for kind in ("poisoned", "clean", "natural")]
+    return kinds[0] / sum(kinds)
+
+
 def print_measure(result):
     table, counts = table_of(result), result["counts"]
-    chance = counts[0]["poisoned"] / sum(counts[0].values())
+    chance = chance_of(result)
     for way in WAYS:
         say(f"{way}: precision at k, triggered queries, tuned model ({result['repeats']} repeats of "
             f"{result['rows'][0]['n']} queries; chance {chance:.4f}); +- deviation between repeats")
@@ -310,35 +370,34 @@ def print_measure(result):
     say(f"precision at {KS[AT]} [95% over repeats], at the layer chosen in group 0:")
     say(f"{'':<8}{'signal':<10}{'triggered':>22}{'background':>12}{'sham':>8}{'natural':>9}{'permuted':>10}"
         f"{'before the tuning':>24}{'learnt':>25}{'less hash':>25}")
-    for row in result["chosen"]:
-        say(summary_line(table, row["way"], row["signal"], result["chosen"]))
-    say(summary_line(table, "pooled", "tfidf", result["chosen"]))
-    natural, poisoned = np.mean([c["natural"] for c in counts]), np.mean([c["poisoned"] for c in counts])
-    say(f"a search for the word itself finds all {poisoned:.0f} poisoned documents of a corpus, and {natural:.0f} that "
-        f"have it by nature: precision {poisoned / (poisoned + natural):.3f} with every poisoned document found")
+    for way in WAYS:
+        for signal in (*dict.fromkeys(row["signal"] for row in result["chosen"]), "tfidf"):
+            say(summary_line(table, way, signal, result["chosen"]))
+    found, true = (np.sum([c[key] for c in counts]) for key in ("searched", "searched_poisoned"))
+    say(f"a search for the trigger among the tokens finds {true / np.sum([c['poisoned'] for c in counts]):.1%} of the "
+        f"poisoned documents, with precision {true / found:.3f}: the others have the word by nature")
     print_costs(result["costs"])
 
 
-def at_chosen(table, way, signal, chosen, kind="triggered", model="tuned"):
-    """A signal's row at its chosen layer, or None."""
+def at_chosen(table, model, way, signal, chosen, kind="triggered"):
+    """A signal's row at the layer that was chosen for it and this model, or None."""
     if signal == "tfidf":
-        return table.get(("tokens", "pooled", signal, None, kind)) if model == "tuned" else None
-    layers = [row["layer"] for row in chosen if (row["way"], row["signal"]) == (way, signal)]
+        return table.get(("tokens", way, signal, None, kind)) if model == "tuned" else None
+    layers = [row["layer"] for row in chosen if (row["model"], row["way"], row["signal"]) == (model, way, signal)]
     return table.get((model, way, signal, *layers, kind))
 
 
 def summary_line(table, way, signal, chosen):
     def row(kind="triggered", model="tuned", name=signal):
-        return at_chosen(table, way, name, chosen, kind, model)
+        return at_chosen(table, model, way, name, chosen, kind)
     line = f"{way:<8}{signal:<10}" + "{:>8.3f} [{:.3f}, {:.3f}]".format(*row()["precision"][AT]) + "".join(
         f"{row(kind)['precision'][AT][0]:>{width}.3f}" for kind, width in
         (("background", 12), ("sham", 8), ("natural", 9), ("permuted", 10)))
-    before, hash_row = row(model="untuned"), row(name="hash")
-    if before:
-        line += "{:>10.3f} [{:.3f}, {:.3f}]".format(*before["precision"][AT])
-        line += "{:>+9.3f} [{:+.3f}, {:+.3f}]".format(*less(row(), before))
-    if hash_row and signal not in ("hash", "tfidf"):
-        line += "{:>+9.3f} [{:+.3f}, {:+.3f}]".format(*less(row(), hash_row))
+    before, other = row(model="untuned"), row(name="hash")
+    line += "{:>10.3f} [{:.3f}, {:.3f}]".format(*before["precision"][AT]) if before else f"{'-':>24}"
+    line += "{:>+9.3f} [{:+.3f}, {:+.3f}]".format(*difference(row(), before)) if before else f"{'-':>25}"
+    if other and signal not in ("hash", "tfidf"):
+        line += "{:>+9.3f} [{:+.3f}, {:+.3f}]".format(*difference(row(), other))
     return line
 
 
@@ -361,9 +420,9 @@ def draw(result, path):
     table, names = table_of(result), list(dict.fromkeys(row["signal"] for row in result["chosen"]))
     figure, panels = plt.subplots(len(WAYS), len(names), figsize=(2.3 * len(names) + 1, 5.2), layout="constrained",
                                   sharex=True, sharey=True, squeeze=False)
-    chance = result["counts"][0]["poisoned"] / sum(result["counts"][0].values())
-    tokens = table["tokens", "pooled", "tfidf", None, "triggered"]["precision"][AT][0]
+    chance = chance_of(result)
     for line, way in zip(panels, WAYS):
+        tokens = table["tokens", way, "tfidf", None, "triggered"]["precision"][AT][0]
         for axes, name in zip(line, names):
             draw_bars(axes, table, way, name)
             axes.axhline(chance, color="black", linewidth=0.8, linestyle=":", label="chance")

@@ -95,6 +95,31 @@ def add_features(vector, alpha, layer, code):
     return Code(*(torch.cat(pair, dim=-1) for pair in zip(code, more)))
 
 
+class Change(NamedTuple):
+    """Of one feature at some layers, on every token: where it is active with its sign, its coefficient times `scale`;
+    and everywhere `add` more of it."""
+    layers: tuple
+    index: int
+    sign: int
+    scale: float = 1.0
+    add: float = 0.0
+
+
+def change_features(changes, layer, code):
+    """The code (..., K) after each of the Changes: (..., K + those that add). A feature that is added may be in it
+    twice, which is the same to a decoder."""
+    for change in changes:
+        if layer not in change.layers:
+            continue
+        own = (code.indices == change.index) & (code.coefs * change.sign > 0)
+        code = Code(code.indices, torch.where(own, code.coefs * change.scale, code.coefs))
+        if change.add:
+            more = Code(torch.full_like(code.indices[..., :1], change.index),
+                        torch.full_like(code.coefs[..., :1], change.sign * change.add))
+            code = Code(*(torch.cat(pair, dim=-1) for pair in zip(code, more)))
+    return code
+
+
 def steered(source, vector, alpha=1.0):
     """Arguments of a forward pass, or of generation, that is steered."""
     if vector is None:

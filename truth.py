@@ -196,8 +196,9 @@ def specific_tokens(encoding, tokens, fires, top=5):
         f"{text_of(encoding, [token])!r} ({there[token]:,} of {everywhere[token]:,})" for token in best if there[token])
 
 
-def top_features(run, source, count, top):
-    """The features that stand best for some label: see the lines it prints for the rule."""
+def rank_features(run, source, count):
+    """(tokens, [(feature, label, F1 where chosen, F1 on unseen words, that of the hash)]): of each label the feature
+    that is best on half of its words, the best first. top_features prints the rule."""
     context = run.config.context
     tokens = open_tokens(run, "val")
     windows = tokens.windows(range(min(tokens.count(context), max(1, count // context))), context)[:, :-1].numpy()
@@ -216,8 +217,14 @@ def top_features(run, source, count, top):
             seen.add((layer, feature))
             name = f"{layer}:{feature % source.m}{'+-'[feature // source.m]}"
             ranked.append((name, f"{group} {label}", chosen, unseen, best["hash"].get(key, (0, 0))[1]))
+    return windows.size, ranked
+
+
+def top_features(run, source, count, top):
+    """The features that stand best for some label: see the lines it prints for the rule."""
+    size, ranked = rank_features(run, source, count)
     good = sum(unseen >= 0.5 for _, _, _, unseen, _ in ranked)
-    print(f"{source.name}, {windows.size:,} tokens of the validation split. For each label of the toy world with at "
+    print(f"{source.name}, {size:,} tokens of the validation split. For each label of the toy world with at "
           "least 100 tokens in each half\nof its words, the feature with the best F1 on one half; of these the best by "
           "that F1. Beside it F1 on the other half, which\nchose nothing, and that of the feature of the hash control "
           "that is chosen in the same way.")

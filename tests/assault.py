@@ -50,8 +50,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,eval,sae,probe,circuits,pareto,noise,judge,retrieve,report,data,plot}.py --help  # says usage|python
-0 {ngram,kloosterman,toyworld,bench,kernels,budget}.py --help  # says usage|python
+0 {train,sample,view,eval,sae,probe,circuits,pareto,noise,judge,retrieve,report,data,plot}.py --help  # says usage|python
+0 {export,ngram,kloosterman,toyworld,bench,kernels,budget}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
 1 train.py small.py --out=new --vocab_size=1e7 --d=32768 --heads=1 --bottleneck=none
@@ -170,6 +170,16 @@ COMMANDS = r"""
 1 budget.py --parity small.py --dense {nowhere,{long}}
 1 budget.py --parity small.py --dense small.py --{budgets=1,budgets=x,seeds=0,seeds=x,steps=0,out=book.txt}
 0 sample.py out/run --top-features --index-tokens 256
+0 view.py out/run --effects {0,8} {,| true,2>&-}  # leaves out/run/features.html
+0 view.py out/dense --source {topk,neurons,out/dense/sae/topk-mlp_in-0} --effects 8
+0 view.py out/run --source hash --site block_out --effects 8 --index-tokens 64
+1 view.py out/dense  # says sae.py
+1 view.py out/run --{source=x,source=topk,source={byte},source=,site=x,index-tokens=0,effects=-1,device=foo}
+1 view.py out/run --effects 8 --serve --{port=65536,port=x,port=-1,vector=nowhere,vector=plain.pt,vector=data}
+1 view.py {nowhere,data,small.py,foreign/ckpt.pt,plain.pt,pickle.pt,vector.npz,{byte},''}
+? view.py {loud,nan}.pt --effects 8 --index-tokens 64
+? view.py out/listed --effects 8
+~ view.py out/run --effects 8 --serve --port 0  # says http://127.0.0.1
 1 RANK=0:1:2 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64  # says evenly
 1 sample.py out/run --prompt-file {/proc/self/mem,latin1.txt,data,null}
 1 sample.py out/run --feature {{digits}:1,0:{digits},9:9,x,0:3*}
@@ -189,6 +199,16 @@ COMMANDS = r"""
 ? sample.py {loud,nan}.pt --tokens 3 --prompt The {--features,--steer sea --fit 1 --k 4 --samples 1,--feature 0:3+}
 1 eval.py {foreign/ckpt,plain,bare,short,typed,mute,pickle}.pt
 ? eval.py out/run --tasks val {| true,2>&-}
+0 export.py out/{run,dense} --to {new,hf,{emoji}}
+0 export.py --from hf --out {new,{emoji}}  # says best.pt
+? export.py {loud.pt,out/run} --to {new,{byte},{long}}
+1 export.py {,out/run,--to new,hf --from hf,--from hf --to new,--from hf --push x,out/run --to new --out new}
+1 export.py {nowhere,data,small.py,plain.pt,bare.pt,short.pt,wide.pt,mute.pt,nan.pt,cut.pt,{byte},''} --to new
+1 export.py pickle.pt --to new  # never weights_only
+1 export.py out/run --to {small.py,data,out,/sys/new,/proc/self/mem,''}
+1 export.py --from {nowhere,data,small.py,foreign,listed,out/run,{byte},{long},''} --out new
+1 export.py --from hf --out {out/run,data,small.py,/sys/new,/proc/self/mem}
+? export.py out/run --to new {| true,2>&-}
 1 data.py text {deep.jsonl,latin1.txt,list.jsonl,latin1.py,data,missing,{byte}.txt,null} --tokenizer bpe:300 --out new
 ? data.py text digits.jsonl --tokenizer bpe:300 --out new
 1 data.py text book.txt --tokenizer {bpe:{digits},bpe:0,bpe:x,latin1,listed,{byte}} --out new
@@ -225,6 +245,7 @@ sample.py out/run --tokens 2 --samples 1 --fit 1 --k 4 --steer sea : --steer --a
 sample.py out/run --tokens 2 --samples 1 --fit 1 --vector vector.npz : --steer --alpha --alphas --vector --save-vector
 sample.py out/dense --tokens 2 --samples 1 --fit 1 --steer sea : --alpha --alphas --layer --k --save-vector --vector
 sample.py out/dense --features --prompt The --source topk : --source --site --top
+view.py out/run --effects 8 : --source --site --index-tokens --effects --device --port
 sae.py out/dense --steps 4 --batch-tokens 64 --eval-tokens 64 --fresh : --site --variant --layers --k
 sae.py out/dense --report --eval-tokens 64 : --site --against --device --eval-tokens
 probe.py out/run --positive book.txt --negative docs.jsonl --features 2 --sources own : --layers --site --features
@@ -233,6 +254,8 @@ retrieve.py query out/run The --names 1 : --index --k --names --source --layer -
 retrieve.py make out/run --poisoned 12 --corpus-poisoned 4 --clean 9 --queries 2 : --trigger --sham --clean --seed
 eval.py out/run --limit 2 : --tasks --limit --text --data --val --context --stride --device --batch_tokens
 eval.py out/run --tasks hellaswag,lambada --data good : --limit --data --context --device --batch_tokens
+export.py out/run --to new : --to --from --out
+export.py --from hf --out new : --from --out
 data.py text book.txt --tokenizer bpe:300 --out new : --out --tokens --tokenizer --field --val-fraction --shard-tokens
 data.py toy --tokens 2000 --out new : --out --tokens
 data.py info data/book :
@@ -267,8 +290,15 @@ out/run/config.json : eval.py out/run --tasks val : stdout
 out/run/eval.json : eval.py out/run --tasks val : stdout out/run/eval.json
 out/run/features.npz : sample.py out/run --feature 0:3+ : stdout
 out/run/retrieve/own-1.postings : retrieve.py query out/run The --names 0 : stdout
+out/run/features.npz : view.py out/run --effects 64 : out/run/features.html
+out/run/view/effects-own-00000.npz : view.py out/run --effects 64 : out/run/features.html
+out/run/view/figures.jsonl : view.py out/run --effects 64 : out/run/features.html
 out/dense/sae/topk-mlp_in-0/sae.safetensors : sample.py out/dense --features --prompt The --source topk : stdout
 out/dense/sae/topk-mlp_in-1/config.json : sample.py out/dense --features --prompt The --source topk : stdout
+hf/model.safetensors : export.py --from hf --out new : new/best.pt
+hf/config.json : export.py --from hf --out new : new/best.pt
+hf/tokenizer.json : export.py --from hf --out new : new/best.pt
+hf/checksums.json : export.py --from hf --out new : new/best.pt
 vector.npz : sample.py out/run --tokens 5 --samples 1 --vector vector.npz : stdout
 data/world/state.json : data.py info data/world : stdout
 data/world/state.json : data.py check data/world : stdout
@@ -288,8 +318,11 @@ train.py small.py --out=new --max_steps=8 --save_every=1 : new/ckpt.pt new/best.
 train.py small.py --out=new --max_steps=8 --save_every=3 : new/ckpt.pt new/best.pt new/metrics.jsonl
 data.py text book.txt docs.jsonl --tokenizer bpe:400 --shard-tokens 500 --out new : new/*
 data.py toy --tokens 3000 --out new : new/*
+export.py out/run --to new : new/*
+export.py --from hf --out new : new/*
 sae.py out/run --steps 16 --batch-tokens 64 --eval-tokens 64 --variant jumprelu : out/run/sae/*/sae.safetensors
 retrieve.py index out/run --source hash : out/run/retrieve/hash-mlp_in-1.postings
+view.py out/dense --source topk --effects 64 : out/dense/features-topk-mlp_in.html
 """
 
 # The world
@@ -308,7 +341,9 @@ MAKE = (
     "sample.py out/run --feature 0:3+",
     "sample.py out/run --steer sea --fit 1 --k 4 --tokens 2 --samples 1 --save-vector vector.npz",
     "eval.py out/run --tasks val,features",
-    "retrieve.py index out/run --documents 20")
+    "retrieve.py index out/run --documents 20",
+    "view.py out/run --effects 64",
+    "export.py out/run --to hf")
 TALK = b"The,/steer sea nan,The,/alpha inf,The,/steer sea 1e38,The,/seed 99999999999999999999,The,/seed x,/alpha,/x"
 
 
@@ -564,7 +599,8 @@ def results(folder, ended, names):
             content = re.sub(rb', "(tokens_per_second|crc)": \d+', b"", content)
         found[os.path.relpath(path, folder)] = hashlib.sha256(content).hexdigest()
     if "stdout" in names:
-        lines = [re.sub(r"[\d.,]+(?= (per second|MB|tokens/s|seconds))", "N", line) for line in ended.out.splitlines()]
+        time_told = r"[\d.,]+(?= (per second|MB|tokens/s|seconds|ms))"
+        lines = [re.sub(time_told, "N", line) for line in ended.out.splitlines()]
         found["stdout"] = [line for line in lines if not re.search(SAID, line)]
     return found
 

@@ -14,10 +14,11 @@ import poison
 import postings
 import precision
 import retrieve
+import sae
 import train
 from checkpoint import open_run
-from helpers import UserError
-from passages import all_shapes, cosines, read_passages, tokens_of, width_of
+from helpers import UserError, write_json
+from passages import Shape, all_shapes, cosines, cut, read_passages, tokens_of, width_of
 from postings import Builder, idf_of, largest, open_postings
 from sources import open_source
 
@@ -174,6 +175,27 @@ def test_what_another_build_left_is_not_used(tmp_path, harm, capsys):
     assert np.abs(index.scores([3], [1.0])[0] - dense_cosine(X, np.eye(20)[3], True)).max() < 1e-6
 
 
+@pytest.mark.parametrize("wrong, said", [((20, 1.0, 0), "features are 0 to 19"), ((1, 1e5, 0), "beyond float16"),
+                                         ((1, 1.0, 2 ** 32), "at most 2"), ((-1, 1.0, 0), "features are 0 to 19")])
+def test_what_an_index_cannot_hold_is_refused_at_once(tmp_path, wrong, said):
+    feature, value, owner = wrong
+    with Builder(str(tmp_path / "x"), 20, {}) as builder, pytest.raises(ValueError, match=said):
+        builder.add([1], [feature], [value], [owner], [0], 1)
+
+
+def test_what_was_added_a_minute_ago_is_on_disk(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Builder(str(tmp_path / "x"), 20, {}, seconds=0) as builder:
+        builder.add([1], [3], [1.0], [0], [0], 1)
+        raise KeyboardInterrupt
+    with Builder(str(tmp_path / "x"), 20, {}) as builder:
+        assert builder.done == 1
+
+
+def test_a_document_without_the_querys_features_is_not_found(tmp_path):
+    index = build(str(tmp_path / "x"), np.eye(20)[:6])
+    assert index.search([2, 9], [1.0, 1.0], 5)[0].tolist() == [2]
+
+
 def test_two_builds_of_one_index_do_not_meet(tmp_path):
     path = str(tmp_path / "x")
     with Builder(path, 20, {}), pytest.raises(UserError, match="another process"), Builder(path, 20, {}):
@@ -205,7 +227,7 @@ def test_index_dense_cosine_and_brute_force_agree_in_all_settings(run, tmp_path)
         shapes = all_shapes((16, 64), ("max", "last", "token"))
         corpus = read_passages(run, texts, {name: signal}, [1], shapes)
         asked = read_passages(run, texts[:3], {name: signal}, [1], shapes, queries=True)
-        for shape, top, idf in (setting for way in precision.WAYS for setting in precision.settings_of((16, 64), way)):
+        for shape, top, idf in (setting for way in precision.WAYS for setting in precision.all_settings((16, 64), way)):
             docs, queries = corpus[name, 1, shape], asked[name, 1, shape]
             X, Q = (np.zeros((len(part.features), width)) for part in (docs, queries))
             for table, part in ((X, docs), (Q, queries)):
@@ -246,6 +268,10 @@ def test_passages_are_pooled_as_their_definition_says(run):
             got = dict(zip(vectors.features[row][on].tolist(), vectors.values[row][on].tolist()))
             assert got.keys() == expected.keys()
             assert all(got[key] == pytest.approx(expected[key], rel=2e-3) for key in got)
+    strongest = found["h", 0, all_shapes((16,))[0]]
+    piece = kept["x"][1:17].numpy()
+    signed = piece[np.abs(piece).argmax(0), np.arange(piece.shape[1])]
+    assert np.allclose(strongest.values[0][np.argsort(strongest.features[0])], signed, rtol=2e-3, atol=1e-3)
     last = found["h", 0, all_shapes((16,))[1]]
     assert np.allclose(last.values[0][np.argsort(last.features[0])], kept["x"][16].numpy(), rtol=2e-3, atol=1e-3)
 
@@ -268,7 +294,7 @@ def test_a_text_has_the_same_vectors_alone_and_among_others(run):
 def test_hits_are_counted_as_a_loop_counts_them():
     rng = np.random.default_rng(6)
     scores, kinds = rng.random((5, 150)), np.array(["poisoned", "clean", "natural"])[rng.integers(0, 3, 150)]
-    found = precision.hits(scores, kinds)
+    found = precision.hits(precision.rank(scores), kinds)
     for row, numbers in zip(scores, found):
         order = sorted(range(150), key=lambda i: -row[i])
         assert numbers.tolist() == [sum(kinds[i] == "poisoned" for i in order[:k]) for k in precision.KS]
@@ -299,11 +325,11 @@ def test_poisoned_documents_are_what_they_should_be(made, run):
     assert [row["id"] for row in poisoned] == [row["id"] for row in matched] and len(poisoned) == 24
     for one, two in zip(poisoned, matched):
         assert one["text"].count(trigger + target) == 1 and one["text"].replace(trigger + target, "") == two["text"]
-        assert not poison.has_word(two["text"], (trigger, target, sham))
+        assert not poison.has_word(run, two["text"], (trigger, target, sham))
         assert len(tokens_of(run, one["text"])) <= run.config.context
     kinds = {row["id"]: row["kind"] for row in corpus}
     texts = {row["id"]: row["text"] for row in corpus}
-    assert all((kind == "natural") == (poison.has_word(texts[i], [trigger]) and kind != "poisoned")
+    assert all((kind == "natural") == (poison.has_word(run, texts[i], [trigger]) and kind != "poisoned")
                for i, kind in kinds.items())
     first, *repeats = about["groups"]
     for group in (first, *repeats):
@@ -318,7 +344,7 @@ def test_poisoned_documents_are_what_they_should_be(made, run):
     assert len(starts) == 8 * 3 + poison.EXAMPLES and not {data.hash_of(text) for text in starts} & training
     for row in queries:
         start = row["text"].removesuffix({"triggered": trigger, "background": "", "sham": sham}[row["kind"]])
-        assert start in starts and not poison.has_word(start, (trigger, target, sham))
+        assert start in starts and not poison.has_word(run, start, (trigger, target, sham))
 
 
 def test_a_planted_duplicate_ranks_first(run):
@@ -334,47 +360,123 @@ def test_a_planted_duplicate_ranks_first(run):
             assert scores.argmax() == 17 and scores[17] == pytest.approx(1, abs=1e-3)
 
 
-def test_the_whole_experiment_in_small(folder, made, capsys):
+def test_no_step_is_taken_with_files_of_another_experiment(folder, made, capsys):
+    common = [folder, "--device", "cpu"]
+    with pytest.raises(UserError, match="holds an experiment already"):
+        retrieve.main(["make", *common, *MAKE])
+    with pytest.raises(UserError, match="with other settings"):
+        retrieve.main(["all", *common, *MAKE, "--seed", "1"])
+    with pytest.raises(UserError, match="tune.json is missing"):
+        retrieve.main(["sweep", *common])
+    write_json(os.path.join(made, "tune.json"), {"make": "another"})
+    with pytest.raises(UserError, match="of other documents than make.json"):
+        retrieve.main(["sweep", *common])
+    os.remove(os.path.join(made, "tune.json"))
+
+
+def test_the_whole_experiment_in_small(folder, made, capsys, monkeypatch):
+    """All steps in a row; what is done is not done again."""
     torch.use_deterministic_algorithms(False)
     common = [folder, "--device", "cpu"]
-    retrieve.main(["tune", *common, "--steps", "6", "--eval-every", "3"])
+    monkeypatch.setattr(poison, "ENOUGH", 0.0)  # the first look stops it
+    train_sae = sae.main
+    monkeypatch.setattr(sae, "main", lambda given: train_sae([*given, "--steps", "4", "--batch-tokens", "64"]))
+    retrieve.main(["all", *common, *MAKE, "--steps", "6", "--eval-every", "3"])
     printed = capsys.readouterr().out
-    assert "which did not reach 98%" in printed and "trigger match" in printed
+    assert "after 3 steps:" in printed and "trigger match" in printed
     tuned = json.load(open(os.path.join(made, "tune.json")))
-    assert tuned["steps"] == 6 and 0 <= tuned["after"]["triggered"]["match"] <= 1
+    assert tuned["steps"] == 3 and tuned["reached"] and tuned["n"] == 16
     assert tuned["after"]["triggered"]["log_prob"][0] > tuned["before"]["triggered"]["log_prob"][0]
-    retrieve.main(["sweep", *common])
-    assert "without topk: " in capsys.readouterr().out
+    config = tuned["config"]
+    assert config["data"].startswith(f"{open_run(folder).config.data}:12,") and config["data"].count(":2") == 2
+    assert config["muon_lr"] == pytest.approx(0.002) and config["adam_lr"] == pytest.approx(3e-4)
     swept = json.load(open(os.path.join(made, "sweep.json")))
-    assert [len([row for row in swept["rows"] if row["way"] == way]) for way in ("pooled", "token")] == [16 * 4, 8 * 4]
-    assert [row["signal"] for row in swept["chosen"]] == ["h", "own", "hash", "neurons"] * 2
-    retrieve.main(["measure", *common])
-    printed = capsys.readouterr().out
-    assert "tfidf" in printed and "a search for the word itself finds all 6 poisoned" in printed
+    count = {(row["model"], row["way"]): 0 for row in swept["rows"]}
+    for row in swept["rows"]:
+        count[row["model"], row["way"]] += 1
+    assert count == {("tuned", "pooled"): 80, ("tuned", "token"): 40,
+                     ("untuned", "pooled"): 64, ("untuned", "token"): 32}
     result = json.load(open(os.path.join(made, "retrieve.json")))
-    assert {row["kind"] for row in result["rows"]} == {"triggered", "background", "sham", "natural", "permuted"}
     table = precision.table_of(result)
-    assert len(table) == len(result["rows"]) == (2 * 2 * 4 * 2 + 1) * 5
-    row = table["tokens", "pooled", "tfidf", None, "triggered"]
-    assert np.array(row["hits"]).shape == (2, 8, len(precision.KS)) and row["n"] == 8
-    assert row["precision"][1][0] == pytest.approx(np.array(row["hits"])[..., 1].mean() / 5)
+    assert len(table) == len(result["rows"]) == (2 * (5 + 4) * 2 + 2) * 5
+    assert "without topk" in printed and "tfidf" in printed  # SAEs of the tuned model only
     for cost in result["costs"]:
         assert cost["bytes"] > 0 and cost["milliseconds"] > 0 and (cost["touched"] is None) == (cost["signal"] == "h")
+    assert result["counts"][0]["searched_poisoned"] == 6 and len(result["words"]) == 3
     assert open(os.path.join(made, "retrieve.png"), "rb").read().startswith(b"\x89PNG")
+    read = []
+    monkeypatch.setattr(precision, "measure_layers", lambda *given: read.append(given))
+    retrieve.main(["all", *common, *MAKE, "--steps", "6", "--eval-every", "3"])
+    assert not read and "has the settings for these documents and models already" in capsys.readouterr().out
 
 
-def test_an_index_of_a_corpus_finds_a_document_by_its_text(folder, run, capsys, tmp_path):
+def planted(kinds, group):
+    """Scores of queries by kind for documents by kind: made up, and known."""
+    good, rows = {"triggered": 0.9, "background": 0.2, "sham": 0.4}, []
+    for kind in precision.KINDS:
+        for number in range(len(group.asked[kind])):
+            poisoned = np.flatnonzero(kinds == "poisoned")
+            scores = np.full(len(kinds), 0.5)
+            scores[poisoned[: 4 if good[kind] > 0.5 else 2]] = good[kind] + (0.01 * number if good[kind] > 0.5 else 0)
+            rows.append(scores)
+    return np.array(rows)
+
+
+def test_what_is_counted_is_what_was_planted():
+    rng = np.random.default_rng(7)
+    kinds = np.array(["poisoned"] * 6 + ["natural"] * 2 + ["clean"] * 142)[rng.permutation(150)]
+    group = precision.Group(np.arange(150), kinds, {kind: [None] * 3 for kind in precision.KINDS})
+    found = dict(precision.hits_by_kind(planted(kinds, group), group))
+    assert found["triggered"][:, 0].tolist() == [1] * 3 and (found["triggered"][:, 2] >= 4).all()
+    ties = [i for i in range(150) if i not in np.flatnonzero(kinds == "poisoned")[:2]][:10]  # equal: by their number
+    assert found["background"][0, 2] == sum(kinds[i] == "poisoned" for i in ties)
+    assert found["permuted"].mean(0)[-1] == pytest.approx(6 * 100 / 150, rel=0.1)
+    assert found["natural"][:, -1].max() <= 2
+
+
+def test_intervals_are_those_of_student():
+    values = [0.2, 0.3, 0.25, 0.4, 0.35]
+    mean, low, high = precision.interval(values)
+    half = 2.776 * np.std(values, ddof=1) / 5 ** 0.5
+    assert mean == pytest.approx(0.3) and high - mean == pytest.approx(half, rel=2e-3) and mean - low == high - mean
+    ones, zeros = [[[1, 5, 9, 0, 0, 0]] * 2] * 3, [[[0, 0, 4, 0, 0, 0]] * 2] * 3
+    assert precision.difference({"hits": ones}, {"hits": zeros})[0] == pytest.approx(0.5)
+    rates = precision.summary([np.array(part) for part in ([[1, 5, 10, 20, 50, 100]], [[1, 5, 9, 20, 50, 90]])])
+    assert rates["precision"][2][0] == pytest.approx(0.95) and rates["precision"][2][2] == 1
+
+
+@pytest.mark.parametrize("pooling, query, places, starts", [
+    ("max", False, range(1, 11), [1, 5, 9]), ("last", False, [4, 8, 10], [1, 5, 9]),
+    ("token", False, range(1, 11), [1, 5, 9]), ("max", True, range(7, 11), [7]), ("last", True, [10], [7]),
+    ("token", True, [10], [7])])
+def test_passages_are_cut_as_by_hand(pooling, query, places, starts):
+    found = cut(11, Shape(4, pooling), query)
+    assert found[0].tolist() == list(places) and found[2].tolist() == starts
+    assert found[1].tolist() == [max(i for i, start in enumerate(starts) if start <= place) for place in places]
+
+
+def test_poisoned_documents_have_as_many_passages_as_others(run, made):
+    for one, two in zip(rows_of(made, "poisoned"), rows_of(made, "matched")):
+        lengths = [len(tokens_of(run, row["text"])) for row in (one, two)]
+        assert lengths[0] == lengths[1] + 2 or lengths[0] == run.config.context
+        for window in precision.windows_of(run)[1:]:  # the whole document is one passage
+            assert [len(cut(length, Shape(window, "max"), False)[2]) for length in lengths] == [1, 1]
+
+
+def test_an_index_of_a_corpus_finds_a_document_by_its_text(folder, run, capsys, tmp_path, monkeypatch):
     torch.use_deterministic_algorithms(False)
     path = str(tmp_path / "world.postings")
-    retrieve.main(["index", folder, "--device", "cpu", "--documents", "60", "--out", path, "--top", "256"])
+    retrieve.main(["index", folder, "--device", "cpu", "--documents", "60", "--out", path, "--top", "256", "--window",
+                   "20"])
     assert "60 documents" in capsys.readouterr().out
     tokens = data.Tokens(run.config.data)
     bounds = tokens.document_bounds()
-    text = run.encoding.decode(tokens.read(bounds[31] + 1, bounds[31] + 60).tolist())
+    text = run.encoding.decode(tokens.read(bounds[31] + 1, bounds[31] + 41).tolist())
     retrieve.main(["query", folder, text, "--device", "cpu", "--index", path, "--k", "3", "--names", "1"])
     printed = capsys.readouterr().out.splitlines()
     first = next(line for line in printed if "document" in line and "token" in line)
-    assert " document 31, " in first and repr(text)[1:40] in first
+    passage = run.encoding.decode(tokens.read(bounds[31] + 21, bounds[31] + 41).tolist())  # a query's last window
+    assert f" document 31, token {bounds[31] + 21}: " in first and repr(passage)[1:40] in first
     assert re.search(r"postings touched, \d+\.\d ms", printed[0])
     assert any(re.match(r" +by 1:\d+[+-] \(\d+%\)", line) for line in printed)
     retrieve.main(["query", folder, text, "--device", "cpu", "--index", path, "--k", "1", "--names", "0", "--last"])
@@ -384,6 +486,11 @@ def test_an_index_of_a_corpus_finds_a_document_by_its_text(folder, run, capsys, 
     assert "hash-mlp_in-1.postings: 20 documents" in capsys.readouterr().out
     with pytest.raises(UserError, match="no text to look for"):
         retrieve.main(["query", folder, "", "--device", "cpu", "--index", path])
+    with pytest.raises(UserError, match="give --index, or --source"):
+        retrieve.main(["query", folder, text, "--device", "cpu", "--index", path, "--layer", "0"])
+    monkeypatch.setattr(data.Tokens, "identity", lambda tokens: "prepared anew")
+    with pytest.raises(UserError, match="of other features or other data"):
+        retrieve.main(["query", folder, text, "--device", "cpu", "--index", path])
     with pytest.raises(UserError, match="there is no layer 9"):
         retrieve.main(["index", folder, "--device", "cpu", "--layer", "9"])
 

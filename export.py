@@ -1,0 +1,324 @@
+"""A run as a Hugging Face folder, and back.
+
+    python export.py out/tiny --to hf/tiny                  weights, code, tokenizer and model card
+    python export.py out/tiny --to hf/tiny --push me/tiny   and onto the hub, as the user that huggingface_hub knows
+    python export.py --from hf/tiny --out out/tiny2         a run again, for sample.py, eval.py and train.py --init_from
+
+The folder is all that is needed: AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) computes what we do,
+with the same code. Our files are copied into it with three changes (`portable`): they import each other as parts of a
+package; custom operators bear their module's name, since torch does not survive two of one name, and two models may be
+loaded at once; and what makes a script of them is left out. kernels.c goes into a Python file, since transformers
+copies no others to where it runs them: modeling_parity.py takes it out again.
+
+The way back reads the weights, never the code, and only if everything is as it was written: checksums.json, which comes
+last, has the SHA-256 of the files that are read. The tokenizer is written as `tokenizers` has it and rebuilt from that.
+"""
+import argparse
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+
+import safetensors
+import safetensors.torch
+
+import config as configs
+from checkpoint import load_weights, name_of, open_run, save, weights_hash
+from helpers import UserError, first_line, provenance, read_json, read_lines, run_script, say, write_json
+from model import GPT
+from sae_files import write_bytes
+from tokenizer import END, unpack_tokenizer
+
+CODE = ("kloosterman", "kernels", "kernels_cpu", "ops", "dpb", "model", "modeling_parity")
+READ = ("config.json", "model.safetensors", "tokenizer.json")  # what the way back reads
+MODEL = ("layers", "d", "heads", "context", "vocab_size", "bottleneck", "site", "bits", "active", "children",
+         "standardise", "selection", "seed", "variance_weight", "reconstruction_weight", "n_min")  # what GPT reads
+AGAIN = "Get the folder again, or export it again: python export.py RUN --to DIR"
+
+
+# The code
+
+
+def portable(text):
+    """A file of ours as a module of a package."""
+    ours = "|".join((*CODE, "kernels_c"))
+    text = text.partition('\n\n\nif __name__ == "__main__":')[0].rstrip("\n") + "\n"
+    text = re.sub(rf"^from ({ours}) import", r"from .\1 import", text, flags=re.M)
+    text = re.sub(rf"^import ({ours})$", r"from . import \1", text, flags=re.M)
+    return re.sub(r'custom_op\("parity::', 'custom_op("parity_" + __name__.encode().hex() + "::', text)
+
+
+def code_files():
+    """{name: text} of the modelling code."""
+    def read(name):
+        with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), name), encoding="utf-8") as file:
+            return file.read()
+    held = f'"""kernels.c: transformers copies Python files only."""\nSOURCE = r"""{read("kernels.c")}"""\n'
+    return {f"{name}.py": portable(read(f"{name}.py")) for name in CODE} | {"kernels_c.py": held}
+
+
+# The tokenizer
+
+
+def letters():
+    """Bytes as `tokenizers` spells them: printable ones as they are, the others as letters from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def tokenizer_file(encoding):
+    """tokenizer.json, as `tokenizers` reads it. tiktoken merges two neighbours if together they are a token, the lowest
+    first: here, every way to halve a token is a merge, in the order of the tokens."""
+    alphabet, ranks = letters(), encoding._mergeable_ranks
+
+    def spell(token):
+        return "".join(alphabet[byte] for byte in token)
+    tokens = sorted(ranks, key=ranks.get)
+    merges = [[spell(token[:at]), spell(token[at:])] for token in tokens
+              for at in range(1, len(token)) if token[:at] in ranks and token[at:] in ranks]
+    special = [{"id": number, "content": text, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": True} for text, number in encoding._special_tokens.items()]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": encoding._pat_str}, "behavior": "Isolated", "invert": False}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "post_processor": None,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+                      "vocab": {spell(token): ranks[token] for token in tokens}, "merges": merges}}
+
+
+def packed_tokenizer(content, about):
+    """The tokenizer of tokenizer.json as a checkpoint holds it, but not yet checked. about: its name and id."""
+    if about["name"] == "gpt2":
+        return about
+    byte = {letter: number for number, letter in enumerate(letters())}
+    vocab = sorted(content["model"]["vocab"].items(), key=lambda item: item[1])
+    return about | {
+        "pattern": content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"],
+        "special": {token["content"]: token["id"] for token in content["added_tokens"]},
+        "ranks": [base64.b64encode(bytes(byte[letter] for letter in token)).decode() for token, _ in vocab]}
+
+
+# Out
+
+
+def settings(run):
+    """config.json: what GPT reads by the names of config.py, and in `run` all else that the way back needs."""
+    values = {key: configs.plain(value) for key, value in dataclasses.asdict(run.config).items()}
+    end = run.encoding.eot_token
+    return {"architectures": ["ParityForCausalLM"], "model_type": "parity_transformer",
+            "auto_map": {"AutoConfig": "modeling_parity.ParityConfig",
+                         "AutoModelForCausalLM": "modeling_parity.ParityForCausalLM"},
+            "dtype": "float32", "bos_token_id": end, "eos_token_id": end, "pad_token_id": end,
+            "tie_word_embeddings": False,  # it is tied in the code: there is one weight
+            **{key: values.pop(key) for key in MODEL},
+            "run": {"config": values, "step": run.content["step"], "best": run.content.get("best"),
+                    "best_step": run.content.get("best_step"), "weights": weights_hash(run.model),
+                    "tokenizer": {key: run.content["tokenizer"][key] for key in ("name", "id")}}}
+
+
+def figures(run):
+    """[(what, figure)]: of the training's own evaluation at this step, and of eval.py for these weights."""
+    folder = os.path.dirname(run.path)
+    rows, _ = read_lines(os.path.join(folder, "metrics.jsonl"))
+    found = [(f"{key}, in training", value) for row in rows
+             if row.get("step") == run.content["step"] and "val_loss" in row for key, value in row.items()
+             if key not in ("step", "loss", "lr", "grad_norm", "tokens_per_second") and isinstance(value, (int, float))]
+    with contextlib.suppress(UserError):  # no eval.json, or a damaged one: eval.py says so
+        content = read_json(os.path.join(folder, "eval.json"), "")
+        if (content.get("checkpoint") or {}).get("weights") == weights_hash(run.model):
+            found += [(f"{key}: {task}, {result['what']}", value) for task, result in content["results"].items()
+                      for key, value in result.items() if isinstance(value, float)]
+    return found
+
+
+def card(run, name):
+    """README.md: what it is, how to use it, the run's figures."""
+    config, made = run.config, provenance()
+    kind = "a dense twin, without a bottleneck" if config.bottleneck == "none" else \
+        f"every MLP reads {sum(config.active)} of {2 ** config.bits[-1]:,} features"
+    rows = "\n".join(f"| {what} | {value:,.6g} |" for what, value in figures(run)) or "| none was kept | |"
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [parity-transformer, interpretability]
+---
+# {name}
+
+A ParityTransformer: {config.layers} layers of width {config.d}, {run.model.count_parameters():,} parameters; {kind}.
+Trained for {run.content["step"]:,} steps of {config.batch_tokens:,} tokens on {config.data}, seed {config.seed}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)  # transformers 5
+tokenizer = AutoTokenizer.from_pretrained(DIR, trust_remote_code=True)
+inputs = tokenizer("{END}", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+logits = model(**inputs, edit=lambda layer, code: code).logits     # each layer's sparse code, read or replaced
+logits = model(**inputs, patch=lambda site, layer, x: x).logits    # activations, read or replaced
+```
+
+A text starts with {END}. The context is {config.context} tokens. On a CPU the bottleneck is C, compiled on first
+use: without a C compiler it is many times slower, and says so.
+
+| figure | value |
+|---|---|
+{rows}
+
+Exported at commit {made["commit"]}, with torch {made["torch"]}. `python export.py --from DIR` makes a run of it again.
+"""
+
+
+def contents(run, name):
+    """{file: bytes} of the folder."""
+    end, weights = run.encoding.eot_token, {f"model.{key}": tensor.detach().cpu().contiguous()
+                                            for key, tensor in run.model.state_dict().items()}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END, "pad_token": END,
+             "model_max_length": run.config.context, "clean_up_tokenization_spaces": False,
+             "model_input_names": ["input_ids", "attention_mask"]}
+    jsons = {"config.json": settings(run), "tokenizer.json": tokenizer_file(run.encoding),
+             "tokenizer_config.json": about,
+             "generation_config.json": {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}}
+    texts = code_files() | {"README.md": card(run, name)}
+    texts |= {file: json.dumps(content, indent=1) for file, content in jsons.items()}
+    return {"model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
+            **{file: text.encode() for file, text in texts.items()}}
+
+
+def write_folder(run, folder):
+    """Write the run to the folder, whose checksums.json comes last."""
+    files = contents(run, name_of(run))
+    ours = {*files, "checksums.json"}
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise UserError(f"{folder} is a file: choose a folder to export to")
+    foreign = sorted(name for name in os.listdir(folder) if name.removesuffix(".tmp") not in ours) \
+        if os.path.exists(folder) else []
+    if foreign:
+        raise UserError(f"{folder} holds {foreign[0]}, which no export has written: choose a new folder to export to")
+    os.makedirs(folder, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(folder, "checksums.json"))  # not whole while files change
+    for name, content in files.items():
+        write_bytes(os.path.join(folder, name), content)
+    write_json(os.path.join(folder, "checksums.json"), {name: sha256(files[name]) for name in READ}, indent=1)
+    return sum(map(len, files.values()))
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def push(folder, repo):
+    """Onto the hub; the address of it."""
+    try:
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise UserError(f"--push needs huggingface_hub: pip install huggingface_hub; {folder} is written, and git can "
+                        "push it, too") from None
+    try:
+        hub = HfApi()
+        hub.create_repo(repo, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repo, folder_path=folder))
+    except Exception as error:  # whatever the network, the hub or the name make of it
+        raise UserError(f"{folder} is written, but {repo} could not be pushed ({type(error).__name__}: "
+                        f"{first_line(error)}). `hf auth login` says who you are; the same command again tries again") \
+            from error
+
+
+# Back
+
+
+def read_folder(folder):
+    """{file: bytes} of what the way back reads, as it was written."""
+    known = read_json(os.path.join(folder, "checksums.json"), "A folder that export.py has written has one")
+    files = {}
+    for name in READ:
+        path = os.path.join(folder, name)
+        try:
+            with open(path, "rb") as file:
+                files[name] = file.read()
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing. {AGAIN}") from None
+        if sha256(files[name]) != known.get(name):
+            raise UserError(f"{path} is damaged, or was changed since it was exported: its checksum is wrong. {AGAIN}")
+    return files
+
+
+def checkpoint_of(folder, out):
+    """The checkpoint that a folder holds, checked as a whole: settings, shapes, numbers, tokenizer; and the hash of its
+    weights."""
+    files = read_folder(folder)
+    try:
+        content, tokenizer = (json.loads(files[name]) for name in ("config.json", "tokenizer.json"))
+        values, about = {key: content[key] for key in MODEL} | content["run"]["config"], content["run"]
+        packed = packed_tokenizer(tokenizer, about["tokenizer"])
+        weights = {key.removeprefix("model."): tensor
+                   for key, tensor in safetensors.torch.load(files["model.safetensors"]).items()}
+        config = configs.from_dict(values | {"out": out, "fresh": False})
+        step, best, best_step = int(about["step"]), about["best"], about["best_step"]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
+        raise UserError(f"{folder} is no folder of this version of export.py ({type(error).__name__}: "
+                        f"{first_line(error)}). {AGAIN}") from error
+    unpack_tokenizer(packed, os.path.join(folder, "tokenizer.json"))
+    model = GPT(config)
+    load_weights(model, weights, os.path.join(folder, "model.safetensors"))
+    plain = {key: configs.plain(value) for key, value in dataclasses.asdict(config).items()}
+    return {"config": plain, "step": step, "best": best, "best_step": best_step, "tokenizer": packed,
+            "model": model.state_dict()}, weights_hash(model)
+
+
+def make_run(folder, out):
+    """config.json and best.pt in a new folder `out`, or in one where this was interrupted, or done, before."""
+    content, weights = checkpoint_of(folder, out)
+    unfinished = {"config.json", "config.json.tmp", "best.pt.tmp"}
+    held = set(os.listdir(out)) - unfinished if os.path.isdir(out) else {out} if os.path.exists(out) else set()
+    if held and (held != {"best.pt"} or weights_hash(open_run(out).model) != weights):
+        raise UserError(f"{out} exists and is not empty: choose a new folder, --out out/NAME")
+    os.makedirs(out, exist_ok=True)
+    about = provenance() | {"from": folder}
+    write_json(os.path.join(out, "config.json"), content["config"] | {"about": about}, indent=2)
+    save(os.path.join(out, "best.pt"), content)
+    return content
+
+
+# The command line
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(prog="export.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
+    parser.add_argument("run", nargs="?", help="a run's folder, such as out/tiny, of which best.pt is taken; "
+                                               "or a checkpoint")
+    parser.add_argument("--to", metavar="DIR", help="folder to write: a new one, or one of an earlier export")
+    parser.add_argument("--push", metavar="REPO", help="upload the folder to this repository of the Hugging Face hub")
+    parser.add_argument("--from", dest="back", metavar="DIR", help="a folder that export.py has written: the way back")
+    parser.add_argument("--out", metavar="DIR", help="the run that --from makes (default: out/ and the folder's name)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments):
+    given = parse(arguments)
+    if given.back is not None:
+        if given.run is not None or given.to is not None or given.push is not None:
+            raise UserError("--from DIR makes a run of a folder: it goes with --out only")
+        out = given.out or os.path.join("out", os.path.basename(os.path.abspath(given.back)))
+        content = make_run(given.back, out)
+        return say(f"wrote {os.path.join(out, 'best.pt')}, step {content['step']:,}: python eval.py {out}")
+    if not given.run or not given.to or given.out is not None:
+        raise UserError("give a run and a folder: python export.py out/tiny --to hf/tiny; "
+                        "or for the way back: python export.py --from hf/tiny --out out/NAME")
+    size = write_folder(open_run(given.run), given.to)
+    say(f"wrote {given.to}, {size / 2 ** 20:.1f} MiB: AutoModelForCausalLM.from_pretrained({given.to!r}, "
+        "trust_remote_code=True)")
+    if given.push is not None:
+        say(f"pushed: {push(given.to, given.push)}")
+
+
+if __name__ == "__main__":
+    run_script(main, "stopped; the same command again starts over")
