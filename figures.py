@@ -2,7 +2,8 @@
 
     python report.py --docs        writes those of the newest report into README.md and docs/, and says which changed
 
-An entry is a place in a text, with {} or {:.4f} for the figures, their names in the report, and their values:
+An entry is a place in a text, with {} or {:.4f} for the figures, their names in the report, and their values; {:.2f~}
+leaves the 0 before the point out:
 
     {"file": "docs/results.md", "text": "| tiny (parity) | {:.4f} | {:.4f} |", "names": [...], "values": [...]}
 
@@ -11,6 +12,8 @@ among those of a report keeps its value.
 """
 import json
 import os
+import re
+import string
 
 from helpers import UserError, say, whole_file
 
@@ -29,8 +32,14 @@ def read(root, name):
         return file.read()
 
 
+class Format(string.Formatter):
+    def format_field(self, value, form):
+        text = format(value, form.removesuffix("~"))
+        return re.sub(r"^([+-]?)0\.", r"\1.", text) if form.endswith("~") else text
+
+
 def shown(entry):
-    return entry["text"].format(*entry["values"])
+    return Format().format(entry["text"], *entry["values"])
 
 
 def missing(root):
@@ -44,8 +53,10 @@ def rewrite(root, known):
     wrong = missing(root)
     if wrong:
         raise UserError(f"{wrong[0]['file']} does not have {shown(wrong[0])!r}, as docs/figures.json says: mend either")
+    kept = 0
     for entry in entries:
         old = shown(entry)
+        kept += not all(name in known for name in entry["names"])
         entry["values"] = [known.get(name, value) for name, value in zip(entry["names"], entry["values"])]
         if shown(entry) != old:
             changes.append((entry["file"], old, shown(entry)))
@@ -58,5 +69,121 @@ def rewrite(root, known):
         file.write("[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
     for name, old, new in changes:
         say(f"{name}: {old!r} is now {new!r}")
-    say(f"{len(changes)} of {len(entries)} places in the docs changed")
+    say(f"{len(changes)} of {len(entries)} places in the docs changed"
+        + f"; {kept} keep figures that this report does not have" * bool(kept))
     return changes
+
+
+# The figures of a report
+
+
+def collect(get):
+    """{name: value} of what may stand in the docs: `run what`, as in "tiny trained val_loss" or "tiny own kind f1". An
+    interval has " low" and " high" after the name, and half of its width as " half". get: as in findings.py."""
+    return {**of_training(get), **of_evaluation(get), **of_autoencoders(get), **of_truth(get), **of_noise(get),
+            **of_probes(get), **of_steering(get), **of_edits(get), **of_retrieval(get)}
+
+
+def rows_of(get, step, file, key="rows"):
+    return (get(step, file) or {}).get(key, [])
+
+
+def named(name, interval):
+    value, low, high = interval
+    if low is None:
+        return {name: value}
+    return {name: value, f"{name} low": low, f"{name} high": high, f"{name} half": (high - low) / 2}
+
+
+def of_training(get):
+    found = {}
+    for name, step in (("tiny", "train"), ("tiny_gpt", "train_gpt")):
+        rows = [json.loads(line) for line in (get(step, "metrics.jsonl") or b"").splitlines() if b"val_loss" in line]
+        for key, value in rows[-1].items() if rows else ():
+            parts = {f" {level}": part for level, part in enumerate(value)} if isinstance(value, list) else {"": value}
+            found |= {f"{name} trained {key}{level}": part for level, part in parts.items()}
+    return found
+
+
+def of_evaluation(get):
+    found = {}
+    for name, step in (("tiny", "eval"), ("tiny_gpt", "eval_gpt")):
+        results = (get(step, "eval.json") or {"results": {}})["results"]
+        for task, keys in (("val", ("loss", "bits_per_byte")), ("features", ("loss_input", "loss_zero"))):
+            found |= {f"{name} {task} {key}": results[task][key] for key in keys if key in results.get(task, {})}
+    return found
+
+
+def of_autoencoders(get):
+    return {f"{row['run']} {row['source']} {row['layer']} fvu": row["fvu"][0] for step in ("sae", "sae_gpt")
+            for row in rows_of(get, step, "report-mlp_in.json")}
+
+
+def means_of(pairs):
+    """{name: the mean of its values}."""
+    found = {}
+    for name, value in pairs:
+        found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def of_truth(get):
+    found, rows = {}, rows_of(get, "truth", "truth.json")
+    for row in rows_of(get, "truth", "truth.json", "differences"):
+        found |= named(f"{row['run']} {row['group']} f1 over hash", row["difference"])
+    for row in rows:  # the widest of the layers' intervals
+        name = f"{row['run']} {row['source']} {row['group']} f1 half"
+        found[name] = max(found.get(name, 0), (row["high"] - row["low"]) / 2)
+    return found | means_of((f"{row['run']} {row['source']} {row['group']} f1", row["f1"]) for row in rows)
+
+
+def of_noise(get):
+    rows = rows_of(get, "noise", "noise.json")
+    last = max((row["layer"] or 0 for row in rows), default=0)
+    wanted = [row for row in rows if row["measure"] == "passed" or
+              row["measure"] in ("left", "change") and row["layer"] == last]
+    return means_of((f"{row['run']} {row['kind']} {row['ratio']:g} {row['measure']}", row["value"][0])
+                    for row in wanted)
+
+
+def of_probes(get):
+    found = {}
+    for row in rows_of(get, "probe", "probe.json"):
+        if row["value"] is not None:
+            found |= named(f"{row['run']} {row['source']} {row['layer']} {row['measure']}",
+                           (row["value"], row["low"], row["high"]))
+    for row in rows_of(get, "probe", "probe.json", "differences"):
+        if row["difference"]:
+            found |= named(f"{row['run']} {row['source']} {row['measure']} over hash", row["difference"])
+    return found
+
+
+def of_steering(get):
+    found = {}
+    for row in rows_of(get, "steering", "pareto.json"):
+        layers = "all layers" if len(row["layers"]) > 1 else f"layer {row['layers'][0]}"
+        name = f"{row['run']}: {row['source']}, {layers}, {row['way']}"
+        found |= {**named(f"{name}: concept", row["concept"]), **named(f"{name}: fluency", row["fluency"]),
+                  f"{name}: ratio": row["ratio"]}
+    return found
+
+
+def of_edits(get):
+    """Shares flipped, of the ways and layers that stand for a source."""
+    return {f"{row['run']}: {row['source']}, {row['way']}: {row['task']} {row['layer']} {count}": value["ours"][0]
+            for row in rows_of(get, "circuits", "circuits.json", "results") for count, value in row["rows"].items()}
+
+
+def of_retrieval(get):
+    found = get("retrieve", "retrieve.json")
+    if not found:
+        return {}
+    import precision  # only where it is needed: it brings torch
+    table, result = precision.table_of(found), {}
+    for way, signal in dict.fromkeys((row["way"], row["signal"]) for row in found["chosen"]):
+        for model in ("tuned", "untuned"):
+            for kind in ("triggered", "background", "sham"):
+                row = precision.at_chosen(table, model, way, signal, found["chosen"], kind)
+                if row:
+                    result |= named(f"retrieve {way} {signal} {model} {kind}", row["precision"][precision.AT])
+    return result

@@ -11,7 +11,6 @@ The differences are paired where the experiment's JSON has them so; else `apart`
 A figure of the paper stands beside ours where one is known, and nowhere else. A section is a function of `get(step,
 file)`, the JSON of a result or None, and gives None where its step has no results.
 """
-import json
 import math
 import re
 from typing import NamedTuple
@@ -39,6 +38,11 @@ class Table(NamedTuple):
     head: tuple
     rows: list
     note: str = ""
+
+
+class Link(NamedTuple):
+    """A cell of a table that leads to a feature's page in the explorer."""
+    feature: str              # LAYER:INDEX+ or LAYER:INDEX-
 
 
 class Section(NamedTuple):
@@ -333,8 +337,27 @@ def meaning(get):
         own = [[row["f1"] for row in found["rows"] if (row["run"], row["source"], row["group"]) == (run, source, group)]
                for group in groups]
         rows.append([f"{run}: {source}", *(f"{sum(values) / len(values):.2f}" for values in own)])
-    return Section(claims, [Table("", ("", *groups), rows)],
+    return Section(claims, [Table("", ("", *groups), rows), examples(found)],
                    (("truth", "truth.png", "F1 by source, group and layer"),))
+
+
+def examples(found, most=6):
+    """The first labels of each group, in the order of the alphabet, each with its own feature."""
+    (bits,) = {tuple(config["bits"]) for path, config in found["configs"].items() if config["bottleneck"] == "parity"}
+    best = {}
+    for row in found["rows"]:
+        for label in row["details"] if (row["run"], row["source"]) == ("tiny", "own") else ():
+            key = row["group"], label["label"]
+            best[key] = max(best.get(key, (-1,)), (label["chosen"], row["layer"], label["feature"], label["f1"]))
+    rows = []
+    for group in dict.fromkeys(group for group, _ in best):
+        for label in sorted(label for of, label in best if of == group)[:most]:
+            chosen, layer, feature, f1 = best[group, label]
+            sign, index = divmod(feature, 2 ** bits[-1])
+            rows.append([group, label, Link(f"{layer}:{index}{'+-'[sign]}"), figure(chosen, 2), figure(f1, 2)])
+    return Table(f"The first {most} labels of each group, in the order of the alphabet, and own features for them",
+                 ("group", "label", "feature", "F1, known half", "F1, unseen half"), rows,
+                 "Of all layers, the feature that is best on the known half of the label's words.")
 
 
 def retrieval(get):
@@ -347,51 +370,20 @@ def retrieval(get):
     claims, rows = [], []
     for way in dict.fromkeys(row["way"] for row in chosen):
         def row(signal, kind="triggered", model="tuned", way=way):
-            return precision.at_chosen(table, way, signal, chosen, kind, model)
+            return precision.at_chosen(table, model, way, signal, chosen, kind)
         for text, one, two in (("find more poisoned documents than the hash", row("own"), row("hash")),
                                ("find more after the tuning than before", row("own"), row("own", model="untuned")),
                                ("find more than raw activations", row("own"), row("h")),
-                               ("find more than TF-IDF of the tokens", row("own"), row("tfidf"))):
-            difference = precision.less(one, two) if one and two else None
+                               ("find more than TF-IDF of the tokens", row("own"), row("tfidf")),
+                               ("find more than a TopK SAE of the tuned model", row("own"), row("topk"))):
+            difference = precision.difference(one, two) if one and two else None
             claims.append(Claim(f"{way}: own features {text}.", difference, 1, n))
-        for signal in dict.fromkeys(row["signal"] for row in chosen):
+        for signal in (*dict.fromkeys(row["signal"] for row in chosen), "tfidf"):
             cells = [row(signal), row(signal, "background"), row(signal, "sham"), row(signal, model="untuned")]
             rows.append([way, signal, *(spread(cell["precision"][precision.AT]) if cell else "-" for cell in cells)])
-    counts = found["counts"][0]
-    chance = counts["poisoned"] / sum(counts.values())
     head = "", "signal", "triggered", "background", "sham", "before the tuning"
-    return Section(claims, [Table(f"Precision at 10; chance is {chance:.2%}", head, rows)],
+    return Section(claims, [Table(f"Precision at 10; chance is {precision.chance_of(found):.2%}", head, rows)],
                    (("retrieve", "retrieve.png", "precision by layer"),))
 
 
 SECTIONS = (dictionary, models, tokens, speed, autoencoders, circuits, steering, noise, saebench, meaning, retrieval)
-
-
-# Figures that the docs have
-
-
-def figures(get):
-    """{name: value} of what stands in the docs: `run what`, as in "tiny loss" or "tiny own kind f1"."""
-    found = {}
-    for name, step in (("tiny", "train"), ("tiny_gpt", "train_gpt")):
-        rows = [json.loads(line) for line in (get(step, "metrics.jsonl") or b"").splitlines() if b"val_loss" in line]
-        for key, value in rows[-1].items() if rows else ():
-            parts = {f" {level}": part for level, part in enumerate(value)} if isinstance(value, list) else {"": value}
-            found |= {f"{name} trained {key}{level}": part for level, part in parts.items()}
-    for name, step in (("tiny", "eval"), ("tiny_gpt", "eval_gpt")):
-        results = (get(step, "eval.json") or {"results": {}})["results"]
-        for task, keys in (("val", ("loss", "bits_per_byte")), ("features", ("loss_input", "loss_zero"))):
-            found |= {f"{name} {task} {key}": results[task][key] for key in keys if key in results.get(task, {})}
-    for step in ("sae", "sae_gpt"):
-        for row in (get(step, "report-mlp_in.json") or {"rows": []})["rows"]:
-            found[f"{row['run']} {row['source']} {row['layer']} fvu"] = row["fvu"][0]
-    means = {}
-    for row in (get("truth", "truth.json") or {"rows": []})["rows"]:
-        means.setdefault(f"{row['run']} {row['source']} {row['group']} f1", []).append(row["f1"])
-    rows = (get("noise", "noise.json") or {"rows": []})["rows"]
-    for row in rows:
-        last = row["measure"] in ("left", "change") and row["layer"] == max(other["layer"] or 0 for other in rows)
-        if last or row["measure"] == "passed":
-            name = f"{row['run']} {row['kind']} {row['ratio']:g} {row['measure']}"
-            means.setdefault(name, []).append(row["value"][0])
-    return found | {name: sum(values) / len(values) for name, values in means.items()}

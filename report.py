@@ -22,8 +22,7 @@ import os
 import time
 
 import figures
-from findings import ABOUT, FAILS, HOLDS, SECTIONS, STEPS_OF, UNSURE
-from findings import figures as figures_of
+from findings import ABOUT, FAILS, HOLDS, SECTIONS, STEPS_OF, UNSURE, Link
 from helpers import UserError, locked, provenance, run_script, say, suggest, whole_file, write_json
 from steps import HERE, Step, clock, ended_by_signals, machine, read_record, reasons, result_of, run_all, with_needs
 
@@ -92,7 +91,9 @@ def make_steps(out, quick=False):
         experiment("probe", words("probe.py", *runs, short=("--layers", "2", "--features", "60", "--sources", rival)),
                    every, features, ("probe.json", "probe.png"), 120 if quick else 800),
         experiment("truth", words("probe.py", "truth", *runs, short=("--tokens", "16384", "--sources", rival)), every,
-                   features, ("truth.json", "truth.png"), 40 if quick else 200)]
+                   features, ("truth.json", "truth.png"), 40 if quick else 200),
+        Step("view", (words("view.py", tiny, short=("--effects", "256")),), ("train", "eval"), models[:-1], (),
+             (f"{tiny}/features.html",), seconds=20 if quick else 60)]
     if not quick:
         found.append(experiment("retrieve", ("retrieve.py", "all", tiny), ("train",), models[:-1],
                                 ("retrieve/retrieve.json", "retrieve/retrieve.png"), 1200, ("--fresh",)))
@@ -180,9 +181,15 @@ def badge(verdict):
     return f'<span class="verdict {KINDS[verdict]}">{escape(verdict)}</span>'
 
 
-def write_table(table):
+def write_cell(cell, explorer):
+    if isinstance(cell, Link) and explorer:
+        return f'<td><a href="{escape(explorer)}#{escape(cell.feature)}">{escape(cell.feature)}</a></td>'
+    return f"<td>{escape(cell.feature if isinstance(cell, Link) else cell)}</td>"
+
+
+def write_table(table, explorer):
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    rows = "".join("<tr>" + "".join(write_cell(cell, explorer) for cell in row) + "</tr>" for row in table.rows)
     title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
     note = f'<p class="soft small">{escape(table.note)}</p>' if table.note else ""
     return (f'{title}<div class="scroll" tabindex="0"><table class="figures"><thead><tr>{head}</tr></thead>'
@@ -198,7 +205,7 @@ def write_picture(get, step, file, what):
             f"<figcaption>{escape(what)}</figcaption></figure>")
 
 
-def write_section(key, section, known, get):
+def write_section(key, section, known, get, explorer):
     """known: {step: state} of the section's steps."""
     title, text = ABOUT[key]
     parts = [f'<section id="{key}"><h2>{escape(title)}</h2><p>{escape(text)}</p>']
@@ -212,7 +219,7 @@ def write_section(key, section, known, get):
         items = "".join(f"<li>{badge(claim.verdict())} {escape(claim.text)} <span class=soft>{escape(claim.evidence())}"
                         "</span></li>" for claim in section.claims)
         parts.append(f'<ul class="claims">{items}</ul>' if items else "")
-        parts += map(write_table, section.tables)
+        parts += [write_table(table, explorer) for table in section.tables]
         parts += [write_picture(get, *picture) for picture in section.pictures]
     return "".join(parts) + "</section>"
 
@@ -249,11 +256,11 @@ def seeds_of(get):
     return sorted(found) + ([f"seeds 0 to {budget['options']['seeds'] - 1} of the token budgets"] if budget else [])
 
 
-def write_body(sections, known, get):
+def write_body(sections, known, get, explorer):
     parts = []
     for key, section in sections.items():
         own = {name: known[name] for name in STEPS_OF.get(key, (key,)) if name in known}
-        parts.append(write_section(key, section, own, get) if own else
+        parts.append(write_section(key, section, own, get, explorer) if own else
                      f'<section id="{key}"><h2>{escape(ABOUT[key][0])}</h2><p>Not part of --quick.</p></section>')
     return "".join(parts)
 
@@ -276,13 +283,13 @@ def write_page(out, steps, quick, explorer):
     content = (f"<h1>ParityTransformer: what holds{' at first look' * quick}</h1><p>{first}Every experiment of the "
                "paper on a toy world whose truth is known: it shows whether a pipeline finds what is there, and is no "
                f'evidence about language.</p><p class="soft small">{"<br>".join(map(escape, lines))}</p>{link}'
-               f"{write_summary(sections)}{write_body(sections, known, get)}{write_steps(known)}")
+               f"{write_summary(sections)}{write_body(sections, known, get, explorer)}{write_steps(known)}")
     with whole_file(os.path.join(out, "index.html")) as file:
         file.write(PAGE.format(style=STYLE, content=content))
     claims = [{"section": key, "claim": claim.text, "verdict": claim.verdict(), "difference": claim.difference,
                "control": claim.control} for key, section in sections.items() if section for claim in section.claims]
     write_json(os.path.join(out, "report.json"), {
-        "claims": claims, "figures": figures_of(get), "quick": quick, "steps": {
+        "claims": claims, "figures": figures.collect(get), "quick": quick, "steps": {
             name: {"word": state["word"], "seconds": state["record"].get("seconds"), "commands": state["commands"]}
             for name, state in known.items()}, **about}, indent=1)
 

@@ -50,8 +50,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #     0 well    1 with a sentence    ? either    ~ either, but that may take long: it gets a Ctrl-C after 3 seconds
 # What stands after `  # ` is checked, too: `says REGEX` or `never REGEX` of what it prints, `leaves FILE`.
 COMMANDS = r"""
-0 {train,sample,view,eval,sae,probe,circuits,pareto,noise,judge,retrieve,report,data,plot}.py --help  # says usage|python
-0 {export,ngram,kloosterman,toyworld,bench,kernels,budget}.py --help  # says usage|python
+0 {train,sample,view,eval,sae,probe,circuits,pareto,noise,judge,retrieve,report}.py --help  # says usage|python
+0 {data,plot,export,ngram,kloosterman,toyworld,bench,kernels,budget}.py --help  # says usage|python
 1 train.py small.py --out=new --layers={1e999,-1,0,0.5,nan,'-"a"','"a"',{deep},{deepminus},{digits},{byte},true,''}
 1 train.py small.py --out=new --{seed=1e30,vocab_size=1e18,d=1e18,context=1e18,batch_tokens=1e30,heads=0,bits=1e9}
 1 train.py small.py --out=new --vocab_size=1e7 --d=32768 --heads=1 --bottleneck=none

@@ -16,7 +16,7 @@ import figures
 import findings
 import report
 import steps
-from findings import FAILS, HOLDS, UNSURE, Claim, Section, Table
+from findings import FAILS, HOLDS, UNSURE, Claim, Link, Section, Table
 from helpers import UserError
 from steps import Step
 
@@ -207,8 +207,22 @@ def test_words_on_noise_and_single_features_come_from_the_numbers():
             row("tiny", "passed", 1, [0.9, 0.8, 0.95]), row("tiny", "passed", 1, [0.9, 0.8, 0.95], "real")]
     section = findings.noise(lambda step, file: {"rows": rows, "n": 5})
     assert [claim.verdict() for claim in section.claims] == [FAILS, HOLDS, UNSURE]
-    truth = {"rows": [], "tokens": 9, "differences": [{"group": "kind", "difference": [0.2, 0.1, 0.3]}]}
+    truth = {"rows": [], "tokens": 9, "differences": [{"group": "kind", "difference": [0.2, 0.1, 0.3]}],
+             "configs": {"out/tiny/best.pt": {"bottleneck": "parity", "bits": [7, 12]}}}
     assert [claim.verdict() for claim in findings.meaning(lambda step, file: truth).claims] == [HOLDS]
+
+
+def test_examples_of_features_are_chosen_by_the_known_half_and_by_the_alphabet():
+    def row(layer, *labels, source="own"):
+        return {"run": "tiny", "source": source, "layer": layer, "group": "kind", "details": [
+            {"label": label, "feature": feature, "chosen": chosen, "f1": f1} for label, feature, chosen, f1 in labels]}
+    rows = [row(0, ("thing", 7, 0.5, 0.9), ("verb", 1, 0.1, None), ("agent", 3, 0.2, 0.2)),
+            row(1, ("thing", 4096 + 9, 0.6, 0.1), ("verb", 2, 0.0, 0.4)), row(2, ("thing", 5, 1.0, 1.0), source="hash")]
+    found = {"rows": rows, "configs": {"tiny": {"bottleneck": "parity", "bits": [7, 12]},
+                                       "tiny_gpt": {"bottleneck": "none", "bits": [10, 15]}}}
+    assert findings.examples(found, most=2).rows == [["kind", "agent", Link("0:3+"), "0.20", "0.20"],
+                                                     ["kind", "thing", Link("1:9-"), "0.60", "0.10"]]
+    assert ["kind", "verb", Link("0:1+"), "0.10", "-"] in findings.examples(found, most=3).rows
 
 
 def test_words_on_retrieval_come_from_the_numbers():
@@ -218,10 +232,11 @@ def test_words_on_retrieval_come_from_the_numbers():
                 "precision": [[0.1, 0.0, 0.2]] * 6}
     found = {"rows": [row("own", [0.8, 0.9, 0.7]), row("hash", [0.1, 0.2, 0.1]), row("h", [0.9, 1.0, 0.8]),
                       row("own", [0.8, 0.7, 0.9], "untuned")], "repeats": 3,
-             "chosen": [{"way": "token", "signal": signal, "layer": 1} for signal in ("own", "hash", "h")],
+             "chosen": [{"model": model, "way": "token", "signal": signal, "layer": 1}
+                        for model in ("tuned", "untuned") for signal in ("own", "hash", "h")],
              "counts": [{"poisoned": 5, "clean": 95, "natural": 0}]}
     section = findings.retrieval(lambda step, file: found)
-    assert [claim.verdict() for claim in section.claims] == [HOLDS, UNSURE, FAILS, UNSURE]  # TF-IDF is not there
+    assert [claim.verdict() for claim in section.claims] == [HOLDS, UNSURE, FAILS, UNSURE, UNSURE]  # no TF-IDF, no SAE
     assert "5.00%" in section.tables[0].title
 
 
@@ -296,7 +311,7 @@ def page(world, monkeypatch):
 
     def section(get):
         claims = [Claim(text, [0.1, 0.05, 0.2], 1, text) for text in HOSTILE]
-        return Section(claims, [Table(HOSTILE[0], HOSTILE, [HOSTILE] * 2, HOSTILE[1])])
+        return Section(claims, [Table(HOSTILE[0], HOSTILE, [HOSTILE, [Link('0:7+"'), *HOSTILE[1:]]], HOSTILE[1])])
     monkeypatch.setattr(report, "SECTIONS", [section] * len(findings.SECTIONS))
     steps.run_all(listed, "out")
     report.write_page("out", listed, True, "../tiny/features.html?a=\"b")
@@ -308,6 +323,7 @@ def test_texts_are_shown_as_texts_and_a_failure_is_in_the_page(page):
     assert "<script" not in text and "<img src=x" not in text and text.count("</style>") == 1
     assert "&lt;script&gt;" in text and "failed: exit code 1" in text and "{content}" in text
     assert "Not part of --quick" in text and 'href="../tiny/features.html?a=&quot;b"' in text
+    assert '<a href="../tiny/features.html?a=&quot;b#0:7+&quot;">0:7+&quot;</a>' in text  # into the explorer
     known = json.loads((page.parent / "report.json").read_text())
     assert known["steps"]["dictionary"]["word"].startswith("failed: exit code 1")
     assert {claim["verdict"] for claim in known["claims"]} == {HOLDS}
@@ -351,6 +367,22 @@ def test_the_command_ends_with_a_sentence_when_steps_fail_and_writes_the_page(wo
 
 def test_the_docs_have_the_figures_that_were_measured():
     assert figures.load(ROOT) and figures.missing(ROOT) == []
+
+
+def test_figures_have_names_and_a_form():
+    entry = {"text": "{:.2f~} +-{:.3f~}, {:+.1f~}, {:.1%}, {}", "values": [0.123, 0.0456, -0.32, 0.5, 1.4]}
+    assert figures.shown(entry) == ".12 +-.046, -.3, 50.0%, 1.4"
+    pareto = {"rows": [{"run": "tiny", "source": "own", "layers": [0, 1], "way": "contrast", "ratio": 0.3,
+                        "concept": [0.2, 0.1, 0.3], "fluency": [0.9, 0.8, 1.0]}]}
+    metrics = b'{"step": 1}\n{"val_loss": 3}\n{"val_loss": 2, "dead_fraction": [0.1, 0.2]}\n'
+    known = {("steering", "pareto.json"): pareto, ("train", "metrics.jsonl"): metrics}
+    found = figures.collect(lambda *which: known.get(which))
+    line = "tiny: own, all layers, contrast: "
+    assert found.pop(f"{line}concept half") == pytest.approx(0.1) == found.pop(f"{line}fluency half")
+    assert found == {f"{line}concept": 0.2, f"{line}concept low": 0.1, f"{line}concept high": 0.3,
+                     f"{line}fluency": 0.9, f"{line}fluency low": 0.8, f"{line}fluency high": 1.0, f"{line}ratio": 0.3,
+                     "tiny trained val_loss": 2, "tiny trained dead_fraction 0": 0.1,
+                     "tiny trained dead_fraction 1": 0.2}
 
 
 def test_new_figures_are_written_into_the_docs_and_drift_is_noticed(tmp_path):
