@@ -566,7 +566,7 @@ def draw_edits(results, path):
         line[0].set_ylabel(f"flipped, {place}")
     handles = {label: handle for line in panels for axes in line
                for handle, label in zip(*axes.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(3, len(tasks)), fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

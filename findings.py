@@ -248,8 +248,11 @@ def circuits(get):
     carry = [[row["task"], row["run"], row["site"], row["layer"], spread(row["e"], digits=2)]
              for row in found["effects"] if row["span"] == "last" and row["site"] != "block_out"]
     head = "task", "run", "component", "layer", "e"
+    known = [[task, f"{row['tested on']['right']} of {row['tested on']['pairs']}"]
+             for task, row in found["pairs"].items()]
     return Section(claims,
-                   [Table("Share flipped: own less another source", ("task", "less", "1 edit", "8", "K"), rows),
+                   [Table("Pairs that every model answers right, and that are edited", ("task", "pairs"), known),
+                    Table("Share flipped: own less another source", ("task", "less", "1 edit", "8", "K"), rows),
                     Table("What a component carries at the last position: e", head, carry)],
                    (("circuits", "effects.png", "effect of each component"),
                     ("circuits", "edits.png", "share flipped against the number of edits")))
@@ -342,19 +345,21 @@ def meaning(get):
 
 
 def examples(found, most=6):
-    """The first labels of each group, in the order of the alphabet, each with its own feature."""
+    """The first labels of each group that have words in both halves, in the order of the alphabet, each with its own
+    feature."""
     (bits,) = {tuple(config["bits"]) for path, config in found["configs"].items() if config["bottleneck"] == "parity"}
     best = {}
     for row in found["rows"]:
         for label in row["details"] if (row["run"], row["source"]) == ("tiny", "own") else ():
             key = row["group"], label["label"]
-            best[key] = max(best.get(key, (-1,)), (label["chosen"], row["layer"], label["feature"], label["f1"]))
+            if label["f1"] is not None:  # it has words in both halves
+                best[key] = max(best.get(key, (-1,)), (label["chosen"], row["layer"], label["feature"], label["f1"]))
     rows = []
     for group in dict.fromkeys(group for group, _ in best):
         for label in sorted(label for of, label in best if of == group)[:most]:
             chosen, layer, feature, f1 = best[group, label]
             sign, index = divmod(feature, 2 ** bits[-1])
-            rows.append([group, label, Link(f"{layer}:{index}{'+-'[sign]}"), figure(chosen, 2), figure(f1, 2)])
+            rows.append([group, label, Link(f"{layer}:{index}{'+-'[sign]}"), f"{chosen:.2f}", f"{f1:.2f}"])
     return Table(f"The first {most} labels of each group, in the order of the alphabet, and own features for them",
                  ("group", "label", "feature", "F1, known half", "F1, unseen half"), rows,
                  "Of all layers, the feature that is best on the known half of the label's words.")

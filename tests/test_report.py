@@ -193,10 +193,12 @@ def test_words_on_edits_come_from_the_numbers():
     def found(value):
         row = {"task": "ioi", "own": "own, mlp", "run": "tiny_gpt", "source": "topk-mlp_in"}
         return {"differences": [row | {"differences": {"1": [0, 0, 0], "8": value, "K": [0, 0, 0]}}], "effects": [],
-                "results": [{"task": "ioi", "n": 77}]}
+                "results": [{"task": "ioi", "n": 77}], "pairs": {"ioi": {"tested on": {"pairs": 99, "right": 77}}}}
     for value, expected in (([0.3, 0.2, 0.4], HOLDS), ([-0.3, -0.4, -0.2], FAILS), ([0.0, -0.1, 0.1], UNSURE)):
-        (claim,) = findings.circuits(lambda step, file, value=value: found(value)).claims
+        section = findings.circuits(lambda step, file, value=value: found(value))
+        (claim,) = section.claims
         assert claim.verdict() == expected and "77 pairs" in claim.control
+        assert section.tables[0].rows == [["ioi", "77 of 99"]]
     assert findings.circuits(lambda step, file: None) is None
 
 
@@ -222,7 +224,7 @@ def test_examples_of_features_are_chosen_by_the_known_half_and_by_the_alphabet()
                                        "tiny_gpt": {"bottleneck": "none", "bits": [10, 15]}}}
     assert findings.examples(found, most=2).rows == [["kind", "agent", Link("0:3+"), "0.20", "0.20"],
                                                      ["kind", "thing", Link("1:9-"), "0.60", "0.10"]]
-    assert ["kind", "verb", Link("0:1+"), "0.10", "-"] in findings.examples(found, most=3).rows
+    assert ["kind", "verb", Link("1:2+"), "0.00", "0.40"] in findings.examples(found, most=3).rows  # nothing unseen
 
 
 def test_words_on_retrieval_come_from_the_numbers():
