@@ -80,8 +80,9 @@ def rewrite(root, known):
 def collect(get):
     """{name: value} of what may stand in the docs: `run what`, as in "tiny trained val_loss" or "tiny own kind f1". An
     interval has " low" and " high" after the name, and half of its width as " half". get: as in findings.py."""
-    return {**of_training(get), **of_evaluation(get), **of_autoencoders(get), **of_truth(get), **of_noise(get),
-            **of_probes(get), **of_steering(get), **of_edits(get), **of_retrieval(get)}
+    parts = (of_training, of_evaluation, of_tokens, of_autoencoders, of_truth, of_noise, of_probes, of_steering, of_edits,
+             of_retrieval)
+    return {name: value for part in parts for name, value in part(get).items()}
 
 
 def rows_of(get, step, file, key="rows"):
@@ -111,6 +112,14 @@ def of_evaluation(get):
         results = (get(step, "eval.json") or {"results": {}})["results"]
         for task, keys in (("val", ("loss", "bits_per_byte")), ("features", ("loss_input", "loss_zero"))):
             found |= {f"{name} {task} {key}": results[task][key] for key in keys if key in results.get(task, {})}
+    return found
+
+
+def of_tokens(get):
+    found = {f"{row['kind']} {row['steps']} seed {row['seed']} loss": row["loss"]
+             for row in rows_of(get, "tokens", "budget.json")}
+    for row in rows_of(get, "tokens", "budget.json", "results"):
+        found |= named(f"price within {row['tolerance']:.0%}", row["price"])
     return found
 
 
