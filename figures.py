@@ -80,8 +80,8 @@ def rewrite(root, known):
 def collect(get):
     """{name: value} of what may stand in the docs: `run what`, as in "tiny trained val_loss" or "tiny own kind f1". An
     interval has " low" and " high" after the name, and half of its width as " half". get: as in findings.py."""
-    parts = (of_training, of_evaluation, of_tokens, of_autoencoders, of_truth, of_noise, of_probes, of_steering, of_edits,
-             of_retrieval)
+    parts = (of_training, of_evaluation, of_tokens, of_autoencoders, of_truth, of_noise, of_probes, of_steering,
+             of_edits, of_retrieval)
     return {name: value for part in parts for name, value in part(get).items()}
 
 
