@@ -178,9 +178,14 @@ def of_steering(get):
 
 
 def of_edits(get):
-    """Shares flipped, of the ways and layers that stand for a source."""
-    return {f"{row['run']}: {row['source']}, {row['way']}: {row['task']} {row['layer']} {count}": value["ours"][0]
-            for row in rows_of(get, "circuits", "circuits.json", "results") for count, value in row["rows"].items()}
+    """The layer that is chosen by the edited position, and the shares flipped there."""
+    found = {}
+    for row in rows_of(get, "circuits", "circuits.json", "results"):
+        if "edited" in row["select"]:
+            name = f"{row['run']}: {row['source']}, {row['way']}: {row['task']}"
+            found |= {f"{name} layer": row["layer"], **{
+                f"{name} {count}": value["ours"][0] for count, value in row["rows"].items()}}
+    return found
 
 
 def of_retrieval(get):
@@ -190,9 +195,12 @@ def of_retrieval(get):
     import precision  # only where it is needed: it brings torch
     table, result = precision.table_of(found), {}
     for way, signal in dict.fromkeys((row["way"], row["signal"]) for row in found["chosen"]):
+        def at(model, kind="triggered", signal=signal, way=way):
+            return precision.at_chosen(table, model, way, signal, found["chosen"], kind)
+        name = f"retrieve {way} {signal}"
         for model in ("tuned", "untuned"):
             for kind in ("triggered", "background", "sham"):
-                row = precision.at_chosen(table, model, way, signal, found["chosen"], kind)
-                if row:
-                    result |= named(f"retrieve {way} {signal} {model} {kind}", row["precision"][precision.AT])
+                result |= named(f"{name} {model} {kind}", at(model, kind)["precision"][precision.AT])
+        result |= named(f"{name} learnt", precision.difference(at("tuned"), at("untuned")))
+        result |= named(f"{name} over hash", precision.difference(at("tuned"), at("tuned", signal="hash")))
     return result
