@@ -20,13 +20,31 @@ from typing import NamedTuple
 import torch
 
 from helpers import UserError, print_row, run_script
-from kernels import COLUMNS, decode_launch, dot_launch, moments_launch, score_launch, select_launch, triton
+from kernels import (
+    COLUMNS,
+    GROUP,
+    decode_launch,
+    dot_launch,
+    moments_launch,
+    score_launch,
+    select_launch,
+    takes_pairs,
+    triton,
+)
+from kloosterman import packing
 
 # What to compile for: Triton's backend, the architecture, lanes of a warp, KiB of shared memory that a program may use.
 TARGETS = {"sm_80": ("cuda", 80, 32, 163), "sm_90": ("cuda", 90, 32, 227), "sm_100": ("cuda", 100, 32, 227),
            "sm_120": ("cuda", 120, 32, 99), "gfx942": ("hip", "gfx942", 64, 64)}
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
          torch.int64: "*i64"}
+
+
+def gamma_like(d, D, dtype, arch):
+    """Room for the sign rows of D generators as the score kernel takes them."""
+    bits, W = packing(d)
+    return (torch.empty(bits, W // 16, (D + 1) // 2, dtype=torch.int32) if takes_pairs(d, dtype, arch) else
+            torch.empty(d, D, dtype=dtype))
 
 
 def paper_launches(arch=90, dtype=torch.bfloat16, tokens=2):
@@ -37,8 +55,8 @@ def paper_launches(arch=90, dtype=torch.bfloat16, tokens=2):
         for levels in 2, 3:
             K, m = sum(active[:levels]), 2 ** bits[levels - 1]
             indices, coefs = torch.empty(tokens, K, dtype=torch.int64), torch.empty(tokens, K)
-            yield f"d={d} K={K} like x", decode_launch(indices, coefs, y, m, 1.0, x, x, sizes, arch)
-            yield f"d={d} K={K}", decode_launch(indices, coefs, y, m, 1.0, x, arch=arch)
+            yield f"d={d} K={K} like x", decode_launch(indices, coefs, y, m, 1.0, x, x, sizes, arch=arch)
+            yield f"d={d} K={K}", decode_launch(indices, coefs, y, m, 1.0, x, plus=x, arch=arch)
             yield f"d={d} K={K}", dot_launch(indices, x, coefs, m)
             yield f"d={d} K={K} like x", dot_launch(indices, x, coefs, m, y, x, sizes, x)
         for level, k in enumerate(active):
@@ -48,23 +66,29 @@ def paper_launches(arch=90, dtype=torch.bfloat16, tokens=2):
                 continue
             P, low = active[level - 1], 2 ** bits[level - 1]
             parents, generators = torch.empty(tokens, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64)
-            gamma, pairs = torch.empty(d, D, dtype=dtype), torch.empty(2 * low, dtype=torch.int64)
+            gamma, pairs = gamma_like(d, D, dtype, arch), torch.empty(2 * low, dtype=torch.int64)
             z, moments = torch.empty(tokens, P * D), torch.empty(low, 2, D)
             yield f"d={d} D={D}", moments_launch(parents.flatten(), generators, pairs, moments, low)
-            columns = z.view(-1, D)
-            yield f"d={d} P={P} D={D}", score_launch(x, parents, gamma, None, moments, columns, low, 2 * low, arch)
+            columns, tops = z.view(-1, D), torch.empty(tokens, P * D // GROUP)
+            rows = tops.view(-1, D // GROUP)
+            yield f"d={d} P={P} D={D}", score_launch(
+                x, parents, gamma, None, moments, columns, low, 2 * low, arch, rows)
             # Few tokens, as in generation: pairs of moments, not a table of them.
             yield f"d={d} P={P} D={D} few", score_launch(
-                x, parents, gamma, generators, pairs, columns, low, 2 * low, arch)
-            yield f"d={d} C={P * D} k={k}", select_launch(z, parents, generators, indices, coefs)
+                x, parents, gamma, generators, pairs, columns, low, 2 * low, arch, rows)
+            yield f"d={d} C={P * D} k={k}", select_launch(z, parents, generators, indices, coefs, tops=tops)
+        # The operators apart, with all scores in memory: no maxima.
+        yield f"d={d} P={P} D={D} alone", score_launch(x, parents, gamma, None, moments, columns, low, 2 * low, arch)
+        yield f"d={d} C={P * D} k={k} alone", select_launch(z, parents, generators, indices, coefs)
         for m, k in (2 ** 15, 48), (2 ** 17, 112):  # flat: all features are children of feature 0
             parents, generators = torch.empty(tokens, 1, dtype=torch.int64), torch.empty(m - d, dtype=torch.int64)
             z, pairs, gamma = (torch.empty(tokens, m - d), torch.empty(m - d, dtype=torch.int64),
-                               torch.empty(d, COLUMNS, dtype=dtype))
+                               gamma_like(d, COLUMNS, dtype, arch))
+            tops = torch.empty(tokens, (m - d) // GROUP)
             yield f"d={d} flat m={m}", score_launch(
-                x, parents, gamma, generators[:COLUMNS], pairs, z[:, :COLUMNS], d, m, arch)
+                x, parents, gamma, generators[:COLUMNS], pairs, z[:, :COLUMNS], d, m, arch, tops)
             yield f"d={d} flat m={m} k={k}", select_launch(
-                z, parents, generators, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
+                z, parents, generators, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k), tops=tops)
 
 
 def width_launches(d, arch=90, dtype=torch.bfloat16):
@@ -74,13 +98,15 @@ def width_launches(d, arch=90, dtype=torch.bfloat16):
     x, y, sizes = torch.empty(2, d, dtype=dtype), torch.empty(2, d), torch.empty(2, 2)
     indices, coefs = torch.empty(2, K, dtype=torch.int64), torch.empty(2, K)
     parents, generators = torch.empty(2, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64)
-    gamma, moments, z = torch.empty(d, D, dtype=dtype), torch.empty(low, 2, D), torch.empty(2 * P, D)
+    gamma, moments, z = gamma_like(d, D, dtype, arch), torch.empty(low, 2, D), torch.empty(2 * P, D)
     pairs, chosen = torch.empty(m - low, dtype=torch.int64), (indices[:, :4], coefs[:, :4])
-    yield "decode", decode_launch(indices, coefs, y, m, 1.0, x, x, sizes, arch)
+    yield "decode", decode_launch(indices, coefs, y, m, 1.0, x, x, sizes, arch=arch)
     yield "dot", dot_launch(indices, x, coefs, m, y, x, sizes, x)
-    yield "score", score_launch(x, parents, gamma, None, moments, z, low, m, arch)
-    yield "score few", score_launch(x, parents, gamma, generators, pairs, z, low, m, arch)
+    tops = torch.empty(2 * P, D // GROUP)
+    yield "score", score_launch(x, parents, gamma, None, moments, z, low, m, arch, tops)
+    yield "score few", score_launch(x, parents, gamma, generators, pairs, z, low, m, arch, tops)
     yield "select", select_launch(x, None, None, *chosen, torch.empty(d), torch.empty(d))
+    yield "select children", select_launch(z.view(2, -1), parents, generators, *chosen, tops=tops)
 
 
 def check_compiler():

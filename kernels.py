@@ -134,7 +134,8 @@ def hashed(indices, coefs, k, K, m, d: tl.constexpr):
     i = tl.load(indices + k, mask=k < K, other=0)
     known = i.to(tl.uint64) < m
     c = tl.load(coefs + k, mask=k < K, other=0.0)
-    return tl.where(known, i, d).to(tl.int32), tl.where(known, tl.where(i < d, 0.0, c), float("nan"))
+    i = tl.where(known, i, d).to(tl.int32)  # before it is compared again: in 64 bits that takes twice as much
+    return i, tl.where(known, tl.where(i < d, 0.0, c), float("nan"))
 
 
 @jit
@@ -164,7 +165,7 @@ def nonzero(size):
 
 
 @jit(do_not_specialize=["K", "m"])
-def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale,
+def decode_kernel(indices, coefs, packed, y, x, out, sizes, plus, K, m, scale,
                   d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, ORDER: tl.constexpr):
     """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers.
 
@@ -177,7 +178,7 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale,
     adding to bfloat16 there would round twice. SLOTS is at least K. ORDER is what these additions need so that what
     is read after them has them: on NVIDIA the barrier sees to it, while one wave of AMD's has no barrier.
 
-    out, if given, is y in another type; if x is given too, y |x| / |y|, and sizes[n] = |y|, |x|.
+    out, if given, is y in another type, with `plus` added to it; if x is given, y |x| / |y|, and sizes[n] = |y|, |x|.
     """
     n = tl.program_id(0).to(tl.int64)
     indices += n * K
@@ -230,23 +231,26 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, K, m, scale,
             row = row * (of_x / nonzero(of_y)) * up_x
             tl.store(sizes + 2 * n, of_y * up_y)
             tl.store(sizes + 2 * n + 1, of_x * up_x)
+        if plus is not None:
+            row += tl.load(plus + n * d + c).to(tl.float32)
         tl.store(out + n * d + c, row.to(out.dtype.element_ty))
 
 
-def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None, arch=None):
+def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None, plus=None, arch=None):
     d = y.shape[1]
     bits, W = packing(d)
     return decode_kernel, (len(indices),), dict(
         indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, x=x, out=out, sizes=sizes,
-        K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W, num_warps=min(8, max(1, d // 2048)),
+        plus=plus, K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W, num_warps=min(8, max(1, d // 2048)),
         SLOTS=triton.next_power_of_2(indices.shape[1]) if y.dtype == torch.float32 else 0,
         ORDER="acq_rel" if (arch or arch_of(y.device)) == "hip" else "relaxed")
 
 
-def decode_triton(indices, coefs, d, m, dtype=torch.float32):
+def decode_triton(indices, coefs, d, m, dtype=torch.float32, plus=None):
+    """In the type asked for, or, of that type, added to `plus`."""
     y = coefs.new_empty(len(indices), d)
-    out = None if dtype == y.dtype else torch.empty_like(y, dtype=dtype)
-    run(decode_launch(indices, coefs, y, m, d ** -0.5, out))
+    out = None if dtype == y.dtype and plus is None else torch.empty_like(y, dtype=dtype)
+    run(decode_launch(indices, coefs, y, m, d ** -0.5, out, plus=plus))
     return y if out is None else out
 
 
@@ -267,10 +271,32 @@ def dot_reference(indices, x):
     return torch.where(indices < d, x.gather(1, indices.clamp(max=d - 1)), torch.einsum("nkd,nd->nk", h, x))
 
 
+@jit
+def quarters(row, at, d: tl.constexpr, W: tl.constexpr):
+    """Elements at, at + W, at + 2 W and at + 3 W of a row; zeros behind its end."""
+    return (tl.load(row + at, mask=at < d, other=0.0).to(tl.float32),
+            tl.load(row + at + W, mask=at + W < d, other=0.0).to(tl.float32),
+            tl.load(row + at + 2 * W, mask=at + 2 * W < d, other=0.0).to(tl.float32),
+            tl.load(row + at + 3 * W, mask=at + 3 * W < d, other=0.0).to(tl.float32))
+
+
+@jit
+def plus_minus(sums, term):
+    """sums + term and sums - term, along a new last axis."""
+    return tl.join(sums + term, sums - term)
+
+
 @jit(do_not_specialize=["K", "m"])
 def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale,
-               d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
-    """out[n, k] = <phi_{indices[n, k]}, g[n]>: one token a program, g[n] kept in registers.
+               d: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr):
+    """out[n, k] = <phi_{indices[n, k]}, g[n]>: one token a program.
+
+    Four coordinates at a time: a table has their sum with any signs, 16 entries, one to a lane, two tables side by
+    side. A feature, one to a lane too, looks its four signs up: one addition and a shuffle for four coordinates of 32
+    features. The tables of WORDS words of signs are made once for all features and kept in registers.
+
+    Basis vectors, which a search lists first, are looked up apart; one that comes later takes a lane, for nothing.
+    SLOTS is at least K.
 
     If y, x and their sizes are given, g is the gradient of y |x| / |y|: with u = y / |y| its gradient
     |x| / |y| (g - u <u, g>) to y takes the place of g, and grad[n] = <u, g> x / |x| is that to x.
@@ -279,44 +305,74 @@ def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale,
     indices += n * K
     out += n * K
     g += n * d
-    b = tl.arange(0, BITS)[:, None]
-    # One at a time, so that a thread has the signs of its own g.
-    w = tl.max_contiguous(tl.arange(0, W)[None, :], [1, 1])
-    at = tl.max_contiguous(b * W + w, [1, 1])
-    row = tl.load(g + at, mask=at < d, other=0.0).to(tl.float32)
+    w = tl.arange(0, WORDS)[None, :]
+    # Words by eights, groups of four bits, words: warps share the first, so that a table stays in its warp.
+    at = (8 * tl.arange(0, WORDS // 8)[:, None, None] + 4 * W * tl.arange(0, 8)[None, :, None]
+          + tl.arange(0, 8)[None, None, :])
+    ratio = 1.0
     if y is not None:
         y += n * d
         of_y = nonzero(tl.load(sizes + 2 * n))
         of_x = tl.load(sizes + 2 * n + 1)
-        u = tl.load(y + at, mask=at < d, other=0.0) * (1.0 / of_y)
-        along = tl.sum(u * row)
-        row -= u * along
         ratio = of_x / of_y
+        along = 0.0
+        for start in tl.static_range(0, W, WORDS):
+            g0, g1, g2, g3 = quarters(g, start + at, d, W)
+            u0, u1, u2, u3 = quarters(y, start + at, d, W)
+            u0, u1, u2, u3 = u0 * (1.0 / of_y), u1 * (1.0 / of_y), u2 * (1.0 / of_y), u3 * (1.0 / of_y)
+            along += tl.sum((u0 * g0 + u1 * g1) + (u2 * g2 + u3 * g3))
         c = tl.arange(0, d)
         to_x = tl.load(x + n * d + c).to(tl.float32) * (along / nonzero(of_x))
         tl.store(grad + n * d + c, to_x.to(grad.dtype.element_ty))
-    for k in tl.range(K, loop_unroll_factor=4):
-        i = tl.load(indices + k)
-        known = i.to(tl.uint64) < m
-        i = tl.where(known, i, d).to(tl.int32)
-        if i < d:
-            s = tl.load(g + i).to(tl.float32)
-            if y is not None:
-                s = s - tl.load(y + i) * (1.0 / of_y) * along
-        else:
-            sign = (sign_words(packed, i, w, d, W) << (31 - b)) & -2147483648
-            s = tl.sum((row.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)) * scale
+    first = K
+    for turn in tl.static_range((SLOTS + 255) // 256):
+        slot = turn * 256 + tl.arange(0, min(SLOTS, 256))
+        i = tl.load(indices + slot, mask=slot < K, other=0)
+        basis = (i >= 0) & (i < d)
+        first = tl.minimum(first, tl.min(tl.where(basis, K, slot), 0))
+        s = tl.load(g + i, mask=basis, other=0.0).to(tl.float32)
         if y is not None:
-            s *= ratio
-        tl.store(out + k, tl.where(known, s, float("nan")))
+            s -= tl.load(y + i, mask=basis, other=0.0) * (1.0 / of_y) * along
+        tl.store(out + slot, s * ratio, mask=basis & (slot < K))
+    byte = 8 * tl.arange(0, 4)[None, None, :]
+    for start in tl.static_range(0, W, WORDS):
+        if (W > WORDS) or (y is None):
+            g0, g1, g2, g3 = quarters(g, start + at, d, W)
+        if y is not None:
+            if W > WORDS:
+                u0, u1, u2, u3 = quarters(y, start + at, d, W)
+                u0, u1, u2, u3 = u0 * (1.0 / of_y), u1 * (1.0 / of_y), u2 * (1.0 / of_y), u3 * (1.0 / of_y)
+            g0, g1, g2, g3 = g0 - u0 * along, g1 - u1 * along, g2 - u2 * along, g3 - u3 * along
+        table = plus_minus(tl.join(g0, -g0), g1[:, :, :, None])  # a new axis for each sign
+        table = plus_minus(plus_minus(table, g2[:, :, :, None, None]), g3[:, :, :, None, None, None])
+        # Words; the two groups of a byte with their signs, which go to lanes; bytes.
+        table = table.reshape(WORDS // 8, 4, 2, 8, 2, 2, 2, 2).permute(0, 3, 2, 7, 6, 5, 4, 1).reshape(WORDS, 32, 4)
+        if start > 0:
+            tl.debug_barrier()  # sums so far are read by other threads than wrote them
+        for k in range(first, K, 32):
+            to = k + tl.arange(0, 32)
+            feature = tl.load(indices + to, mask=to < K, other=0)
+            known = feature.to(tl.uint64) < m
+            words = sign_words(packed, tl.where(known, feature, d).to(tl.int32)[:, None], start + w, d, W)
+            words = words.permute(1, 0)[:, :, None]
+            even = words & 0x0F0F0F0F
+            odd = ((words >> 4) & 0x0F0F0F0F) | 0x10101010
+            total = tl.gather(table, (even >> byte) & 31, 1) + tl.gather(table, (odd >> byte) & 31, 1)
+            total = tl.sum(tl.sum(total, 2), 0) * (scale * ratio)
+            mine = (to < K) & ((feature < 0) | (feature >= d))
+            if start > 0:
+                total += tl.load(out + to, mask=mine, other=0.0)
+            tl.store(out + to, tl.where(known, total, float("nan")), mask=mine)
 
 
 def dot_launch(indices, g, out, m, y=None, x=None, sizes=None, grad=None):
     d = g.shape[1]
-    bits, W = packing(d)
+    W = packing(d)[1]
+    words = min(W, 64)
     return dot_kernel, (len(indices),), dict(
         indices=indices, g=g, packed=packed_signs(d, m, g.device), out=out, y=y, x=x, sizes=sizes, grad=grad,
-        K=indices.shape[1], m=m, scale=d ** -0.5, d=d, BITS=bits, W=W, num_warps=max(1, d // 2048))
+        K=indices.shape[1], m=m, scale=d ** -0.5, d=d, W=W, WORDS=words,
+        SLOTS=triton.next_power_of_2(indices.shape[1]), num_warps=words // 8)
 
 
 def dot_triton(indices, x, m):
@@ -374,11 +430,16 @@ def moments_launch(parents, generators, pairs, moments, low):
 
 
 @jit
-def standardise(score, i, r, rows, j, generators, moments, z, low, high, D: tl.constexpr, ROW: tl.constexpr):
-    """Store (score - mean) * rstd of the children of parents i. NaN for a wrong parent or child.
+def standardise(score, i, r, rows, first, generators, moments, z, tops, low, high,
+                D: tl.constexpr, ROW: tl.constexpr, TOPS: tl.constexpr, G: tl.constexpr):
+    """Store (score - mean) * rstd of children first, first + 1 ... of parents i. NaN for a wrong parent or child.
 
     moments is a table with a row (2, D) for each parent; or, if there are generators, a pair for each feature.
+    tops, if given, takes the largest |z| of every G children of a parent, or NaN if one of them is.
     """
+    M: tl.constexpr = score.shape[0]
+    N: tl.constexpr = score.shape[1]
+    j = first + tl.arange(0, N)
     real = (i >= 0)[:, None] & (i < low)[:, None] & (j < D)[None, :]
     if generators is None:
         moments += i[:, None] * (2 * D) + j[None, :]
@@ -389,7 +450,13 @@ def standardise(score, i, r, rows, j, generators, moments, z, low, high, D: tl.c
         pair = tl.load(moments + (child - low), mask=real & (child >= low) & (child < high), other=0x7FC000007FC00000)
         mean = pair.to(tl.int32).to(tl.float32, bitcast=True)
         rstd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(z + r[:, None] * ROW + j[None, :], (score - mean) * rstd, mask=(r[:, None] < rows) & (j[None, :] < D))
+    value = (score - mean) * rstd
+    tl.store(z + r[:, None] * ROW + j[None, :], value, mask=(r[:, None] < rows) & (j[None, :] < D))
+    if tops is not None:
+        size = tl.where(j[None, :] < D, value.to(tl.uint32, bitcast=True) << 1, 0)  # |z|, in the order of integers
+        top = (tl.max(size.reshape(M, N // G, G), 2) >> 1).to(tl.float32, bitcast=True)
+        q = first // G + tl.arange(0, N // G)
+        tl.store(tops + r[:, None] * TOPS + q[None, :], top, mask=(r[:, None] < rows) & (q[None, :] * G < D))
 
 
 @jit
@@ -412,19 +479,46 @@ def flip_signs(x, words, b, w, r, rows, d: tl.constexpr, W: tl.constexpr, UPCAST
     return piece.to(tl.float64) if UPCAST else piece
 
 
+@jit
+def flip_pairs(x, lower, upper, b, pair, r, rows, d: tl.constexpr, W: tl.constexpr):
+    """flip_signs for 16 bits, two neighbours in one word: `lower` has bits 0..15 of the words of both, `upper` the
+    rest."""
+    piece = tl.load(x.to(tl.pointer_type(tl.int32)) + b * (W // 2) + pair[None, :],
+                    mask=(r[:, None] < rows) & (b * W + 2 * pair[None, :] < d), other=0)
+    both = piece ^ ((tl.where(b < 16, lower, upper) << (15 - b % 16)) & -2147450880)
+    both = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(lower.shape[0], W)
+    return both.to(x.dtype.element_ty, bitcast=True)
+
+
+@jit
+def expand_signs(gamma, b, like, D: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):
+    """Coordinates b*W .. b*W + W - 1 of Gamma, 1 or -1 in 16 bits, from sign_pairs. Two neighbours in one word, too."""
+    half = b * (W // 16) + tl.arange(0, W // 16)[:, None, None]
+    pair = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)[None, None, :]
+    word = tl.load(gamma + half * ((D + 1) // 2) + pair, mask=2 * pair < D, other=0)
+    one: tl.constexpr = 0x3F803F80 if like == tl.bfloat16 else 0x3C003C00
+    both = ((word << (15 - tl.arange(0, 16)[None, :, None])) & -2147450880) | one
+    both = both.reshape(W, BN // 2)
+    both = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(W, BN)
+    return both.to(like, bitcast=True)
+
+
 @jit(do_not_specialize=["rows", "low", "high"])
-def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, high, scale,
-                 P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
+def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, low, high, scale,
+                 P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOPS: tl.constexpr, G: tl.constexpr,
                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr):
+                 BM: tl.constexpr, BN: tl.constexpr, PAIRS: tl.constexpr, UPCAST: tl.constexpr):
     """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
 
     A matrix product whose left side never exists in memory: its row (n, p) is x[n] with the sign bits flipped by h_i.
-    D generators of a row of z, ROW long. For generators and moments see standardise.
+    D generators of a row of z, ROW long. For generators, moments, and tops with rows of TOPS, see standardise.
 
     Each turn of the loop flips the piece that the next one multiplies. So the flipping goes on while the tensor cores
     work; and the piece, as a value carried by the loop, is multiplied from shared memory. From registers it must not
     be: Triton 3.7.1 lets the next turn overwrite them while a product of Hopper's still reads (aot.py looks for that).
+
+    With PAIRS Gamma comes as bits, a sixteenth of what L2 would have to give, and is made anew for every tile, a turn
+    ahead like the left side. Both are then made two numbers at a time.
 
     A GPU adds up all products of a tile in one order, so that copies of a child, of several parents, are equal to the
     bit: select_kernel needs that. In Triton's interpreter numpy's order depends on the CPU and the place in the tile,
@@ -435,35 +529,58 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, rows, low, h
     w = tl.arange(0, W)
     i = tl.load(parents + r, mask=r < rows, other=0)
     i = tl.where((i >= 0) & (i < low), i, 0).to(tl.int32)
-    words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
     x += (r // P)[:, None] * d
     total = tl.zeros([BM, BN], tl.float64 if UPCAST else tl.float32)
-    flipped = flip_signs(x, words, 0, w, r, rows, d, W, UPCAST)
-    for b in range(BITS):
-        k = b * W + w
-        right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
-        if UPCAST:
-            right = right.to(tl.float64)
-        following = flip_signs(x, words, (b + 1) % BITS, w, r, rows, d, W, UPCAST)
-        total = tl.dot(flipped, right, total, input_precision="ieee", out_dtype=total.dtype)
-        flipped = following
+    if PAIRS:
+        pair = tl.arange(0, W // 2)
+        even = sign_words(packed, i[:, None], 2 * pair[None, :], d, W)
+        odd = sign_words(packed, i[:, None], 2 * pair[None, :] + 1, d, W)
+        lower = (even & 65535) | (odd << 16)
+        upper = ((even >> 16) & 65535) | (odd & -65536)
+        flipped = flip_pairs(x, lower, upper, 0, pair, r, rows, d, W)
+        right = expand_signs(gamma, 0, x.dtype.element_ty, D, W, BN)
+        for b in range(BITS):
+            after = (b + 1) % BITS
+            following = flip_pairs(x, lower, upper, after, pair, r, rows, d, W)
+            coming = expand_signs(gamma, after, x.dtype.element_ty, D, W, BN)
+            if UPCAST:
+                total = tl.dot(flipped.to(tl.float64), right.to(tl.float64), total, out_dtype=total.dtype)
+            else:
+                total = tl.dot(flipped, right, total)
+            flipped = following
+            right = coming
+    else:
+        words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
+        flipped = flip_signs(x, words, 0, w, r, rows, d, W, UPCAST)
+        for b in range(BITS):
+            k = b * W + w
+            right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
+            if UPCAST:
+                right = right.to(tl.float64)
+            following = flip_signs(x, words, (b + 1) % BITS, w, r, rows, d, W, UPCAST)
+            total = tl.dot(flipped, right, total, input_precision="ieee", out_dtype=total.dtype)
+            flipped = following
     # The parents again, and by quarters: what is not needed at a time must not take registers.
     i = tl.load(parents + r, mask=r < rows, other=-1)
     left, right = halves(total.to(tl.float32) * scale, BM, BN)
-    j = tl.program_id(1) * BN + tl.arange(0, BN // 4)
+    first = tl.program_id(1) * BN
     for half in tl.static_range(2):
         one, two = halves(right if half else left, BM, BN // 2)
-        standardise(one, i, r, rows, j, generators, moments, z, low, high, D, ROW)
-        standardise(two, i, r, rows, j + BN // 4, generators, moments, z, low, high, D, ROW)
-        j += BN // 2
+        standardise(one, i, r, rows, first, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
+        standardise(two, i, r, rows, first + BN // 4, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
+        first += BN // 2
 
 
-def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None):
-    """z (N*P, D), all columns of a longer row or some.
+GROUP = 16  # children, neighbours in memory, of which the largest |z| is kept for the selection: two sectors of memory
 
+
+def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None, tops=None):
+    """z (N*P, D), all columns of a longer row or some. tops (N*P, D / GROUP rounded up), too.
+
+    gamma: the sign rows of the generators, (d, D); or sign_pairs of them, where takes_pairs says so.
     With generators, moments is a pair for each feature, else a table.
     """
-    (N, d), P, D = x.shape, parents.shape[1], gamma.shape[1]
+    (N, d), P, D = x.shape, parents.shape[1], z.shape[1]
     bits, W = packing(d)
     # All generators in one tile where registers allow it: the signs are flipped once, gamma is read once in 128 rows.
     arch = arch or arch_of(x.device)
@@ -474,33 +591,68 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None
         BM, BN, warps = 32, 64, 4  # no tensor cores for exact float32: a small tile, as the products stay in registers
     if generators is not None:
         BN = min(BN, 128)  # a pair for each product takes more registers than a row for all of a parent
-    BN = min(BN, max(32, triton.next_power_of_2(D)))
+    BN = min(BN, max(4 * GROUP, triton.next_power_of_2(D)))  # a quarter of a tile, at least, has a whole group
     return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
         x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
-        moments=moments, z=z, rows=N * P, low=low, high=high, scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
+        moments=moments, z=z, tops=tops, rows=N * P, low=low, high=high, scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
+        TOPS=0 if tops is None else tops.stride(0), G=GROUP,
         d=d, BITS=bits, W=W, BM=BM, BN=BN, num_warps=warps, num_stages=3 if W <= 32 else 2,
-        UPCAST=triton.knobs.runtime.interpret)
+        PAIRS=gamma.dtype == torch.int32, UPCAST=triton.knobs.runtime.interpret)
+
+
+def takes_pairs(d, dtype, arch):
+    """Whether the score kernel makes Gamma from bits: where registers have room for it beside the products."""
+    return dtype != torch.float32 and packing(d)[1] <= 64 and arch in (90, 100, 103)
+
+
+def sign_pairs(generators, d, m):
+    """Signs of generators (D,) as bits, (BITS, W / 16, D / 2) words of 32: at (b, h, j) those of coordinates
+    b*W + 16 h + 0..15 of generator 2j in the lower half, of 2j + 1 in the upper. A wrong generator gets any."""
+    (bits, W), packed = packing(d), packed_signs(d, m, generators.device)
+    known = F.pad(generators.clamp(0, m - 1), (0, len(generators) % 2))
+    words = packed[known % d] ^ packed[d + known // d]  # (D, W)
+    signs = (words[:, :, None] >> torch.arange(bits, dtype=torch.int32, device=words.device)).bitwise_and_(1)
+    places = torch.arange(32, dtype=torch.int32, device=words.device).view(2, 1, 16, 1)
+    signs = signs.view(-1, 2, W // 16, 16, bits).bitwise_left_shift_(places)
+    return signs.sum((1, 3), dtype=torch.int32).permute(2, 1, 0).contiguous()
 
 
 COLUMNS = 4096  # generators whose sign rows are held at a time
 
 
-def score_triton(x, parents, generators, mean, rstd, low):
-    (N, d), P, D = x.shape, parents.shape[1], len(generators)
-    high = low + len(mean)
-    z = torch.empty(N, P * D, dtype=torch.float32, device=x.device)
+def scorer(x, P, generators, mean, rstd, low):
+    """score(x, parents, z, tops) for some of the tokens x at a time: what all of them need is made once."""
+    (N, d), D, high = x.shape, len(generators), low + len(mean)
     moments = torch.stack([mean, rstd], 1).view(torch.int64)
     shared = low <= N * P and low * D <= 2 ** 24  # parents recur: a row of moments for each, up to 128 MB
     if shared:
         pairs, moments = moments, torch.empty(low, 2, D, device=x.device)
         run(moments_launch(torch.arange(low, device=x.device), generators, pairs, moments, low))
-    for part in [generators] if shared else generators.split(COLUMNS):
-        start = part.storage_offset() - generators.storage_offset()
+
+    def signs(part):
+        """The sign rows of generators, as the kernel takes them."""
+        if takes_pairs(d, x.dtype, arch_of(x.device)):
+            return sign_pairs(part, d, high)
         gamma = torch.empty(len(part), d, dtype=x.dtype, device=x.device)
         ones = torch.ones(len(part), 1, device=x.device)
-        run(decode_launch(part[:, None], ones, gamma, high, 1.0))  # the sign rows of the generators
-        columns = z.view(N * P, D)[:, start : start + len(part)]
-        run(score_launch(x, parents, gamma.t().contiguous(), None if shared else part, moments, columns, low, high))
+        run(decode_launch(part[:, None], ones, gamma, high, 1.0))
+        return gamma.t().contiguous()
+
+    whole = signs(generators) if shared or D <= COLUMNS else None
+
+    def score(x, parents, z, tops=None):
+        for start in range(0, D, D if whole is not None else COLUMNS):
+            part = generators if whole is not None else generators[start : start + COLUMNS]
+            columns = z.view(-1, D)[:, start : start + len(part)]
+            some = None if tops is None else tops.view(len(columns), -1)[:, start // GROUP :]
+            run(score_launch(x, parents, signs(part) if whole is None else whole, None if shared else part, moments,
+                             columns, low, high, tops=some))
+    return score
+
+
+def score_triton(x, parents, generators, mean, rstd, low):
+    z = torch.empty(len(x), parents.shape[1] * len(generators), dtype=torch.float32, device=x.device)
+    scorer(x, parents.shape[1], generators, mean, rstd, low)(x, parents, z)
     return z
 
 # Select
@@ -575,19 +727,45 @@ def key_value(key):
     return ((key >> 32) | ((key & 1) << 31)).to(tl.int32).to(tl.float32, bitcast=True)
 
 
+@jit
+def bit_place(bit):
+    """The number of the only bit that is set, of the lower 24."""
+    return (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@jit
+def group_column(q, D: tl.constexpr, G: tl.constexpr):
+    """The generator that group q of a token starts with: every parent has D / G groups, rounded up."""
+    return q % ((D + G - 1) // G) * G
+
+
+@jit
+def group_start(q, D: tl.constexpr, G: tl.constexpr):
+    """The first candidate of group q of a token."""
+    return q * G if D % G == 0 else q // ((D + G - 1) // G) * D + group_column(q, D, G)
+
+
 @jit(do_not_specialize=["k", "keep"])
-def select_kernel(z, mean, rstd, parents, generators, indices, coefs, scratch, k, keep,
-                  P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, THREADS: tl.constexpr):
+def select_kernel(z, tops, mean, rstd, parents, generators, indices, coefs, scratch, k, keep,
+                  P: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
+                  THREADS: tl.constexpr):
     """The k distinct candidates of a token with the largest |z|, largest first, ties to the lower index.
 
     The candidates are dealt to BLOCK groups. A threshold that `keep` group maxima reach is reached by at least
     `keep` candidates and hardly more: those are listed in scratch, sorted, and freed of repeats. Where that
     leaves fewer than k, or more than S were listed (many ties), the next largest is looked for k times over.
     Without parents candidate c is feature c.
+
+    tops, if given, has the largest |z| of every G candidates of a parent. These are then dealt and listed in place of
+    the candidates, and z is read only where they reach the threshold.
     """
     C: tl.constexpr = P * D
+    ITEMS: tl.constexpr = C if tops is None else P * ((D + G - 1) // G)
     n = tl.program_id(0).to(tl.int64)
     z += n * C
+    items = z
+    if tops is not None:
+        items = tops + n * ITEMS
     if parents is not None:
         parents += n * P
     scratch += n * S
@@ -596,11 +774,11 @@ def select_kernel(z, mean, rstd, parents, generators, indices, coefs, scratch, k
 
     # |z| without its sign bit, shifted: one instruction that the multiplier may take.
     top = tl.zeros([BLOCK], tl.uint32)
-    for start in range(0, C, BLOCK):
+    for start in range(0, ITEMS, BLOCK):
         c = start + lane
-        size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
+        size = candidate_scores(items, mean, rstd, c, c < ITEMS).to(tl.uint32, bitcast=True) << 1
         top = tl.maximum(top, size)
-    top = tl.where(lane < C, tl.minimum((top >> 1).to(tl.int32), 0x7FC00000), -1)  # as magnitude_bits
+    top = tl.where(lane < ITEMS, tl.minimum((top >> 1).to(tl.int32), 0x7FC00000), -1)  # as magnitude_bits
     below = tl.max(top, 0) + 1  # no group reaches this; at least `keep`, or all there are, reach the threshold
     threshold = below * 0
     reached = threshold + BLOCK
@@ -615,24 +793,56 @@ def select_kernel(z, mean, rstd, parents, generators, indices, coefs, scratch, k
 
     listed = threshold * 0
     places = scratch.to(tl.pointer_type(tl.int32))
-    for first in range(0, C, 16 * BLOCK):
-        hits = tl.zeros([BLOCK], tl.int32)  # of a group's next 16: which reach the threshold, and above bit 16 how many
-        for turn in range(min(16, (C + BLOCK - 1) // BLOCK)):
+    listing = places if tops is None else places + S  # groups lie behind the candidates
+    for first in range(0, ITEMS, 16 * BLOCK):
+        hits = tl.zeros([BLOCK], tl.int32)  # of a lane's next 16: which reach the threshold, and above bit 16 how many
+        for turn in range(min(16, (ITEMS + BLOCK - 1) // BLOCK)):
             c = first + turn * BLOCK + lane
-            size = candidate_scores(z, mean, rstd, c, c < C).to(tl.uint32, bitcast=True) << 1
-            hits += tl.where((size >= threshold.to(tl.uint32) << 1) & (c < C), (1 << turn) + 65536, 0)
+            size = candidate_scores(items, mean, rstd, c, c < ITEMS).to(tl.uint32, bitcast=True) << 1
+            hits += tl.where((size >= threshold.to(tl.uint32) << 1) & (c < ITEMS), (1 << turn) + 65536, 0)
         # A column is a thread's own: added up there, then over threads.
         many = (hits >> 16).reshape(BLOCK // THREADS, THREADS)
         column = tl.sum(many, 0)
         to = (listed + (tl.cumsum(column, 0) - column)[None, :] + tl.cumsum(many, 0) - many).reshape(BLOCK)
         listed += tl.sum(column, 0)
         hits &= 65535
-        while tl.max(hits, 0) > 0:  # a group seldom has more than two
+        while tl.max(hits, 0) > 0:  # a lane seldom has more than two
             bit = hits & -hits
-            c = first + ((bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127) * BLOCK + lane
-            tl.store(places + to, c, mask=(hits > 0) & (to < S))
+            c = first + bit_place(bit) * BLOCK + lane
+            tl.store(listing + to, c, mask=(hits > 0) & (to < S))
             to += 1
             hits ^= bit
+    crowded = listed > S
+    if tops is not None:
+        tl.debug_barrier()  # scratch is written and read by different threads
+        groups = tl.minimum(listed, S)
+        listed = threshold * 0
+        ROWS: tl.constexpr = 16 * THREADS // G
+        row = tl.arange(0, ROWS)
+        element = tl.arange(0, G)[None, :]
+        thread = tl.arange(0, THREADS)
+        # Of a group a thread has four neighbours, of ROWS groups four times four: a bit for each, and how many.
+        mark = (65536 + (1 << (row // (ROWS // 4) * 4)[:, None] + element % 4))
+        for first in range(0, groups, ROWS):
+            q = tl.load(listing + first + row, mask=first + row < groups, other=0)
+            live = (first + row < groups)[:, None] & (group_column(q, D, G)[:, None] + element < D)
+            value = tl.load(z + group_start(q, D, G)[:, None] + element, mask=live, other=0.0)
+            hits = (value.to(tl.uint32, bitcast=True) << 1 >= threshold.to(tl.uint32) << 1) & live
+            hits = tl.sum(tl.where(hits, mark, 0).reshape(4, ROWS // 4, G // 4, 4), 3)
+            hits = tl.sum(hits, 0).reshape(THREADS)
+            many = hits >> 16
+            to = listed + tl.cumsum(many, 0) - many
+            listed += tl.sum(many, 0)
+            hits &= 65535
+            while tl.max(hits, 0) > 0:
+                bit = hits & -hits
+                place = bit_place(bit)
+                q = tl.load(listing + first + place // 4 * (ROWS // 4) + thread // (G // 4), mask=hits > 0, other=0)
+                c = group_start(q, D, G) + thread % (G // 4) * 4 + place % 4
+                tl.store(places + to, c, mask=(hits > 0) & (to < S))
+                to += 1
+                hits ^= bit
+        crowded |= listed > S
     tl.debug_barrier()  # scratch is written and read by different threads
     live = slot < listed
     chosen = tl.load(places + slot, mask=live, other=0)
@@ -645,7 +855,7 @@ def select_kernel(z, mean, rstd, parents, generators, indices, coefs, scratch, k
     fresh = (live & (key != before)).to(tl.int32)
     rank = tl.cumsum(fresh, 0) - 1
     found = tl.sum(fresh, 0)
-    if (listed <= S) & (found >= k):
+    if (not crowded) & (found >= k):
         tl.store(indices + n * k + rank, key_index(key).to(tl.int64), mask=(fresh > 0) & (rank < k))
         tl.store(coefs + n * k + rank, key_value(key), mask=(fresh > 0) & (rank < k))
     else:
@@ -662,19 +872,24 @@ def select_kernel(z, mean, rstd, parents, generators, indices, coefs, scratch, k
             tl.store(coefs + n * k + place, value)
 
 
-def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None):
+def spare(k):
+    """How many candidates to look at for k: repeats drop out."""
+    return k + max(16, k // 4)
+
+
+def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None, tops=None):
     N, k = indices.shape
     P, D = (1, z.shape[1]) if parents is None else (parents.shape[1], len(generators))
     if k > 1024:
         raise ValueError(f"the kernel selects at most 1024 features of a level, not {k}: lower `active`")
-    keep = k + max(16, k // 4)
+    keep = spare(k)
     BLOCK = max(256, triton.next_power_of_2(4 * keep))
     S = triton.next_power_of_2(3 * keep // 2)
     warps = 1 if BLOCK <= 512 else BLOCK // 256
     scratch = torch.empty(N, S, dtype=torch.int64, device=z.device)
     return select_kernel, (N,), dict(
-        z=z, mean=mean, rstd=rstd, parents=parents, generators=generators, indices=indices, coefs=coefs,
-        scratch=scratch, k=k, keep=keep, P=P, D=D, BLOCK=BLOCK, S=S, THREADS=32 * warps, num_warps=warps)
+        z=z, tops=tops, mean=mean, rstd=rstd, parents=parents, generators=generators, indices=indices, coefs=coefs,
+        scratch=scratch, k=k, keep=keep, P=P, D=D, G=GROUP, BLOCK=BLOCK, S=S, THREADS=32 * warps, num_warps=warps)
 
 
 def select_triton(z, parents, generators, k):
@@ -682,6 +897,27 @@ def select_triton(z, parents, generators, k):
     coefs = torch.empty(len(z), k, dtype=torch.float32, device=z.device)
     run(select_launch(z, parents, generators, indices, coefs))
     return indices, coefs
+
+
+def search_triton(x, parents, generators, mean, rstd, low, k, rows, most=2 ** 26):
+    """Both in one, and the scores of the tokens `rows`: of at most `most` scores at a time (256 MB)."""
+    (N, P), D = parents.shape, len(generators)
+    indices = torch.empty(N, k, dtype=torch.int64, device=x.device)
+    coefs = torch.empty(N, k, dtype=torch.float32, device=x.device)
+    sampled = torch.empty(len(rows), P * D, dtype=torch.float32, device=x.device)
+    score, groups = scorer(x, P, generators, mean, rstd, low), P * triton.cdiv(D, GROUP)
+    size = max(1, min(N, most // (P * D)))
+    z = torch.empty(size, P * D, dtype=torch.float32, device=x.device)
+    # Few groups would hold more candidates above the threshold than they are worth.
+    tops = torch.empty(size, groups, dtype=torch.float32, device=x.device) if groups >= 4 * spare(k) else None
+    for start in range(0, N, size):
+        part = slice(start, min(start + size, N))
+        here, some = z[: part.stop - start], None if tops is None else tops[: part.stop - start]
+        score(x[part], parents[part], here, some)
+        run(select_launch(here, parents[part], generators, indices[part], coefs[part], tops=some))
+        inside = (rows >= start) & (rows < part.stop)
+        sampled = torch.where(inside[:, None], here[(rows - start).clamp(0, len(here) - 1)], sampled)
+    return indices, coefs, sampled
 
 
 def basis_triton(x, mean, rstd, k):

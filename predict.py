@@ -50,7 +50,9 @@ UTILISATION = (0.35, 0.45, 0.55)
 PAPER = {"small_2l": 1.47, "small_3l": 2.06, "large_2l": 1.22, "large_3l": 1.55}  # measured there on 4 H200
 PASS = 16384                             # tokens of one forward pass: what is made once a pass is shared by these
 TOKENS = 64                              # of the launches that are compiled: a multiple of what one program takes
-BISECTIONS, REPEATS = 5.5, 2.3           # turns of the selection's two searching loops; test_predict.py has where from
+# Turns of the selection's searching loops: halvings; the most that a lane, or a thread in the groups, has to list.
+# test_predict.py has where from.
+BISECTIONS, REPEATS, HITS = 5.5, 2.3, 2.9
 ANALYSED = {}                            # H100 and H200 run the same machine code
 
 
@@ -181,11 +183,12 @@ def step_kernels(config, cache):
     again = signs + 4 * d + 32 * active[0]
     yield Kernel("decode", kernels.decode_launch(indices, coefs, y, m, 1.0, x, x, sizes), memory=moved + 2 * d + 8,
                  l2=moved + 2 * d + 8 + again, **adding)          # reads x, for its norm
-    yield Kernel("decode back", kernels.decode_launch(indices, coefs, y, m, 1.0, x), memory=moved,
-                 l2=moved + again, **adding)
+    yield Kernel("decode back", kernels.decode_launch(indices, coefs, y, m, 1.0, x, plus=x), memory=moved + 2 * d,
+                 l2=moved + 2 * d + again, **adding)              # reads the gradient of the norm, and adds to it
     moved = 12 * K + 4 * d + 3 * 2 * d + 8                        # y; the gradient, x and its gradient
-    yield Kernel("dot back", kernels.dot_launch(indices, x, coefs, m, y, x, sizes, x), [Loop("SHFL", 5, K)], TOKENS,
-                 moved, moved + signs, share=hashed / K)
+    launch = kernels.dot_launch(indices, x, coefs, m, y, x, sizes, x)
+    looked_up = 8 * launch[2]["WORDS"] / launch[2]["num_warps"]   # eight groups of four signs in a word
+    yield Kernel("dot back", launch, [Loop("SHFL", looked_up, math.ceil(hashed / 32))], TOKENS, moved, moved + signs)
     for level, k in enumerate(active):
         indices, coefs = torch.empty(TOKENS, k, dtype=torch.int64), torch.empty(TOKENS, k)
         if level:
@@ -193,47 +196,53 @@ def step_kernels(config, cache):
             C = P * D
             parents, generators, z = (torch.empty(TOKENS, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64),
                                       torch.empty(TOKENS, C))
-            gamma, moments = torch.empty(d, D, dtype=torch.bfloat16), torch.empty(low, 2, D)
+            gamma, moments = aot.gamma_like(d, D, torch.bfloat16, 90), torch.empty(low, 2, D)
             pairs = torch.empty(2 ** config.bits[level] - low, dtype=torch.int64)
             # Entries of the table of moments, made once a pass; a random read takes 32 bytes of L2.
             made = low * D / PASS
             yield Kernel(f"moments {level}",
                          kernels.moments_launch(torch.empty(low, dtype=torch.int64), generators, pairs, moments, low),
                          [], PASS, 8 * made, 40 * made)
-            launch = kernels.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level])
+            tops = torch.empty(TOKENS, P * math.ceil(D / kernels.GROUP))
+            launch = kernels.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level],
+                                          tops=tops.view(TOKENS * P, -1))
             tile = launch[2]
-            moved = 2 * d + 8 * P + 4 * C
+            moved = 2 * d + 8 * P + 4 * C + 4 * tops.shape[1]
             yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,
                          moved + 8 * C * (8 * low * D > cache / 2),
                          # The parents of a token find its x in L1.
-                         moved + 8 * C + 2 * d * D * P / tile["BM"], flops=2 * C * d)
-            launch, moved, loads = (kernels.select_launch(z, parents, generators, indices, coefs),
-                                    4 * C + 8 * P + 12 * k, 1)
-            again = 4 * C  # two scans
+                         moved + 8 * C + gamma.nbytes * P / tile["BM"], flops=2 * C * d)
+            launch = kernels.select_launch(z, parents, generators, indices, coefs, tops=tops)
+            tile = launch[2]
+            groups = tile["keep"] + tile["keep"] // 8  # the most that reach the threshold, but for ties
+            moved = 4 * tops.shape[1] + 4 * groups * tile["G"] + 8 * P + 12 * k
+            again = 4 * tops.shape[1] + 8 * groups  # two scans of the maxima; the list of groups
+            items = tops.shape[1]
+            loops = [Loop("LDG.E.128", 4, math.ceil(groups * tile["G"] / 16 / tile["THREADS"])), Loop("LDG", 1, HITS)]
         else:
-            C, moved, loads = d, 2 * d + 12 * k, 3
+            moved = 2 * d + 12 * k
             again = 8 * d  # mean and 1/std; the second scan finds them and x in L1
             launch = kernels.select_launch(x, None, None, indices, coefs, torch.empty(d), torch.empty(d))
-        tile = launch[2]
+            tile, items, loops = launch[2], d, []
         lanes = tile["BLOCK"] / 32 / tile["num_warps"]
-        yield Kernel(f"select {level}", launch, [Loop("I2F", lanes, min(REPEATS, C / tile["BLOCK"])),
-                     Loop("LDG", loads * lanes, C / tile["BLOCK"]), Loop("C?REDUX", 1, BISECTIONS)], TOKENS,
-                     moved, moved + again + 16 * tile["S"])
+        loops += [Loop("I2F", lanes, min(REPEATS, items / tile["BLOCK"])),
+                  Loop("LDG", 3 * lanes, items / tile["BLOCK"]), Loop("C?REDUX", 1, BISECTIONS)]
+        yield Kernel(f"select {level}", launch, loops, TOKENS, moved, moved + again + 16 * tile["S"])
 
 
 def other_bytes(config):
     """Bytes of a token in plain torch around the kernels.
 
-    A coordinate, 4: read x for the sums of level 0, read the gradient of the scores beside that of the norm.
-    An active feature, 112: index and coefficient copied out of the search and joined over the levels (24 + 24), 1/std
-    looked up (44), coefficient handed on with its gradient (8), gradient times 1/std (12).
+    A coordinate, 2: read x for the sums of level 0.
+    An active feature, 80: index and coefficient joined over the levels (24), 1/std looked up (44), gradient times
+    1/std (12).
     A candidate of the 64 to 127 sampled tokens of a step, 450: sorted and added up.
-    Once a pass: the sign rows of the generators, made, transposed and read (8 a sign), and mean and 1/std of every
-    feature side by side (24).
+    Once a pass: the signs of the generators, an integer for each, shifted, masked and added up (24), and mean and
+    1/std of every feature side by side (24).
     """
     candidates = sum(P * D for P, D in zip(config.active, config.children))
-    once = 8 * config.d * sum(config.children) + 24 * 2 ** config.bits[-1]
-    return 4 * config.d + 112 * sum(config.active) + 450 * candidates * 127 / config.batch_tokens + once / PASS
+    once = 24 * config.d * sum(config.children) + 24 * 2 ** config.bits[-1]
+    return 2 * config.d + 80 * sum(config.active) + 450 * candidates * 127 / config.batch_tokens + once / PASS
 
 
 def dense_flops(config):

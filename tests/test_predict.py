@@ -96,12 +96,13 @@ def test_a_stretch_that_a_branch_passes_over_runs_in_its_share_of_the_turns(cond
 def test_every_loop_is_found_and_turns_as_the_source_says(compiled):
     loops = {k["kernel"]: k["loops"] for k in compiled["row"]["kernels"]}
     assert (loops["decode"] == loops["decode back"] == [["SHFL", 12]]  # 48, by fours
-            and loops["dot back"] == [["SHFL", 12], ["SHFL", 0]])
+            and loops["dot back"] == [["SHFL", 1]])            # 32 sign vectors, a lane each
     assert loops["score 1"] == [["HGMMA|UTCHMMA", 32]] and loops["moments 1"] == []
-    for level, turns in (0, 4), (1, 16):
-        kinds = dict(loops[f"select {level}"])
-        assert kinds.pop("LDG", turns) == turns  # or unrolled altogether
-        assert kinds == {"C?REDUX": predict.BISECTIONS, "I2F": predict.REPEATS}
+    kinds = dict(loops["select 0"])
+    assert kinds.pop("LDG", 4) == 4  # or unrolled altogether
+    assert kinds == {"C?REDUX": predict.BISECTIONS, "I2F": predict.REPEATS}
+    # 256 maxima, one to a lane; 54 groups, 32 at a time.
+    assert dict(loops["select 1"]) == {"C?REDUX": predict.BISECTIONS, "I2F": 1, "LDG.E.128": 2, "LDG": predict.HITS}
 
 
 def test_tensor_cores_do_what_the_product_needs(compiled):
@@ -127,17 +128,19 @@ def test_the_sum_is_of_its_parts_and_dense_time_falls_with_utilisation(compiled)
 def test_bytes_of_small_2l_by_hand():
     config = load(["configs/small_2l.py"])
     kernel = {k.name: k for k in predict.step_kernels(config, 50e6)}
-    assert kernel["decode back"].memory == 48 * (8 + 4) + 1024 * (4 + 2)                 # y in float32 and in bfloat16
-    assert kernel["decode"].memory == kernel["decode back"].memory + 1024 * 2 + 2 * 4     # and x, |y|, |x|
+    assert kernel["decode back"].memory == 48 * (8 + 4) + 1024 * (4 + 2 + 2)  # y in float32; what it adds to; the sum
+    assert kernel["decode"].memory == kernel["decode back"].memory + 2 * 4     # y in both types, x; |y|, |x|
     assert kernel["decode"].l2 - kernel["decode"].memory == 32 * 2 * 1024 / 8 + 1024 * 4 + 16 * 32
     assert kernel["dot back"].memory == 48 * (8 + 4) + 1024 * (2 + 4 + 2 + 2) + 2 * 4     # gradient, y, x; x's gradient
-    once = 256 * 1024 * 8 + 2 ** 15 * 24  # sign rows of the generators; moments
-    assert predict.other_bytes(config) == pytest.approx(1024 * 4 + 48 * 112 + 4096 * 450 * 127 / 2 ** 19 + once / 16384)
-    assert kernel["score 1"].memory == 1024 * 2 + 16 * 8 + 4096 * 4
+    once = 256 * 1024 * 24 + 2 ** 15 * 24  # signs of the generators; moments
+    assert predict.other_bytes(config) == pytest.approx(1024 * 2 + 48 * 80 + 4096 * 450 * 127 / 2 ** 19 + once / 16384)
+    assert kernel["score 1"].memory == 1024 * 2 + 16 * 8 + 4096 * 4 + 256 * 4  # x, parents, z, the maxima
     assert kernel["score 1"].l2 == (kernel["score 1"].memory + 4096 * 8
-                                    + 1024 * 256 * 2 // 8)  # Gamma once for 8 tokens; x is in L1 for all its parents
+                                    + 1024 * 256 // 8 // 8)  # Gamma's bits once for 8 tokens; x, for its parents, in L1
     assert kernel["score 1"].flops == 2 * 4096 * 1024
-    assert kernel["select 1"].memory == 4096 * 4 + 16 * 8 + 32 * 12 and kernel["select 0"].memory == 1024 * 2 + 16 * 12
+    assert kernel["select 1"].memory == 256 * 4 + 54 * 64 + 16 * 8 + 32 * 12  # z of 48 + 6 groups
+    assert kernel["select 1"].l2 == kernel["select 1"].memory + 256 * 4 + 54 * 8 + 128 * 16
+    assert kernel["select 0"].memory == 1024 * 2 + 16 * 12
     assert predict.dense_flops(config) == pytest.approx(72 * 2 ** 20 + 6 * 2 ** 20 + 6 * 1024 * 50304 / 12)
 
 
@@ -148,23 +151,51 @@ def test_occupancy(registers, shared, warps, expected):
     assert predict.occupancy(registers, shared, warps) == expected
 
 
-@pytest.mark.parametrize("C, k, BLOCK", [(1024, 16, 256), (4096, 32, 256), (8192, 64, 512)])
-def test_turns_of_the_selection_for_normal_scores(C, k, BLOCK):
-    """The search of select_kernel in numpy: how often it halves, and the most one group has above the threshold."""
-    rng, keep, halvings, most = np.random.default_rng(0), k + max(16, k // 4), [], []
-    for _ in range(200):
-        size = np.abs(rng.standard_normal(C)).astype(np.float32).view(np.int32).astype(np.int64).reshape(-1, BLOCK)
-        top = size.max(0)
-        threshold, below, reached, stride, turns = 0, top.max() + 1, BLOCK, 1 << 23, 0
-        while below - threshold > 1 and reached > keep + keep // 8:
-            middle, turns = max(threshold + (below - threshold) // 2, below - stride), turns + 1
-            if (count := (top >= middle).sum()) >= keep:
-                threshold, reached = middle, count
-            else:
-                below, stride = middle, 2 * min(stride, 1 << 29)
+def search_threshold(top, keep):
+    """The search of select_kernel in numpy: the threshold, and how often it halves."""
+    threshold, below, reached, stride, turns = 0, top.max() + 1, len(top), 1 << 23, 0
+    while below - threshold > 1 and reached > keep + keep // 8:
+        middle, turns = max(threshold + (below - threshold) // 2, below - stride), turns + 1
+        if (count := (top >= middle).sum()) >= keep:
+            threshold, reached = middle, count
+        else:
+            below, stride = middle, 2 * min(stride, 1 << 29)
+    return threshold, turns
+
+
+def normal_sizes(C, seed=0, tokens=200):
+    rng = np.random.default_rng(seed)
+    for _ in range(tokens):
+        yield np.abs(rng.standard_normal(C)).astype(np.float32).view(np.int32).astype(np.int64)
+
+
+def test_turns_of_the_selection_of_level_0_for_normal_scores():
+    """How often the search halves, and the most one lane has above the threshold."""
+    halvings, most = [], []
+    for size in normal_sizes(1024):
+        size = size.reshape(-1, 256)
+        threshold, turns = search_threshold(size.max(0), 32)
         halvings.append(turns)
         most.append((size >= threshold).sum(0).max())
     assert np.mean(halvings) <= predict.BISECTIONS + 0.3 and np.mean(most) <= predict.REPEATS + 0.3
+
+
+@pytest.mark.parametrize("C, k", [(4096, 32), (8192, 64)])
+def test_turns_of_the_selection_among_groups_for_normal_scores(C, k):
+    """How often the search halves; of 32 groups, the most that one of 32 threads, with 4 times 4 of them, has to list.
+    No more groups or candidates are listed than there is room for."""
+    keep, halvings, most = k + max(16, k // 4), [], []
+    for size in normal_sizes(C):
+        size = size.reshape(-1, 16)
+        threshold, turns = search_threshold(size.max(1), keep)
+        hits = (size >= threshold)[size.max(1) >= threshold]
+        assert keep <= len(hits) <= keep + keep // 8 and hits.sum() <= 128
+        halvings.append(turns)
+        for first in range(0, len(hits), 32):
+            some = np.zeros((32, 16), int)
+            some[: len(hits) - first] = hits[first : first + 32]
+            most.append(some.reshape(4, 8, 4, 4).sum((0, 3)).max())
+    assert np.mean(halvings) <= predict.BISECTIONS + 0.3 and np.mean(most) <= predict.HITS + 0.3
 
 
 def test_command_line_answers(capsys):
