@@ -29,7 +29,16 @@ from torch import nn
 
 from kernels import magnitude
 from kloosterman import log2_width
-from ops import attach_scores, collect_sums, parity_decode, search_basis, search_children
+from ops import (
+    attach_scores,
+    backend,
+    collect_sums,
+    encode_features,
+    narrow_features,
+    parity_decode,
+    search_basis,
+    search_children,
+)
 
 SELECTIONS = ("hierarchical", "flat")
 METHODS = ("auto", "gemm", "transform")
@@ -165,53 +174,82 @@ class DeepParityBottleneck(nn.Module):
 
     def encode(self, x):
         """x (..., d) -> Code. The gradient flows from the coefficients to x, never through the choice of features."""
-        if x.shape[-1] != self.d:
-            raise ValueError(f"the bottleneck has width d={self.d}, but the input has shape {tuple(x.shape)}")
-        flat = x.reshape(-1, self.d)  # (N, d)
+        flat = self.flatten(x)  # (N, d)
         with torch.no_grad():
             # Both (N, K).
             indices, z = (self.search_levels if self.selection == "hierarchical" else self.search_all)(flat.detach())
         coefs = attach_scores(z, indices, flat, self.var[indices].rsqrt(), self.m) if flat.requires_grad else z
+        return self.code_of(x, indices, coefs)
+
+    def flatten(self, x):
+        if x.shape[-1] != self.d:
+            raise ValueError(f"the bottleneck has width d={self.d}, but the input has shape {tuple(x.shape)}")
+        return x.reshape(-1, self.d)
+
+    def code_of(self, x, indices, coefs):
         shape = *x.shape[:-1], sum(self.active)
         return Code(indices.view(shape), coefs.view(shape))
+
+    def narrow(self, x, again=False):
+        """(code, y, x) with code = encode(x), y = decode(code, like=x): the same in one operator, with one backward.
+
+        The x that is returned, if `again`, is the one to go on with: its gradient then meets that of y in the operator.
+        """
+        if self.selection == "flat" or backend(x) == "reference":
+            code = self.encode(x)
+            return code, self.decode(code, like=x), x
+        flat = self.flatten(x)
+        rows = self.sampled_tokens(len(flat))
+        y, indices, coefs, scores, same = narrow_features(flat, *self.levels(), self.method, rows, again)
+        if rows is not None:
+            self.collect(flat, indices, scores, rows)
+        return self.code_of(x, indices, coefs), y.view(x.shape), same.view(x.shape) if again else x
+
+    def levels(self):
+        """Moments, generators, first features and active features of the levels, as the operators take them."""
+        generators = [getattr(self, f"generators_{level}") for level in range(1, len(self.active))]
+        return self.mean, self.var, generators, self.lows[1:], self.active
 
     def search_levels(self, x):
         """The active features of every token and their z:
         of level 0, then of each level among the children of the one before."""
-        found = [self.search_basis(x, self.active[0])]
-        for number in range(1, len(self.active)):
-            found.append(self.search_level(x, found[-1][0], self.level(number), self.active[number]))
-        return (torch.cat(parts, dim=1) for parts in zip(*found))
+        rows = self.sampled_tokens(len(x))
+        indices, z, scores = encode_features(x, *self.levels(), self.method, rows)
+        if rows is not None:
+            self.collect(x, indices, scores, rows)
+        return indices, z
+
+    @torch.no_grad()
+    def collect(self, x, indices, scores, rows):
+        """The sums of a training pass go to the moments: of level 0 those of all tokens, of the others those of the
+        sampled ones, `rows`, with the scores (R, sum of P*D) of their candidates."""
+        self.collect_basis(x.detach())
+        sizes = [P * D for P, D in zip(self.active, self.fan_out)]
+        parents = indices[rows].split(self.active, dim=1)
+        for level, part in enumerate(scores.detach().split(sizes, dim=1), 1):
+            collect_sums(part, parents[level - 1], self.get_buffer(f"generators_{level}"), self.sums)
+
+    def collect_basis(self, x):
+        z = (x.to(self.mean.dtype) - self.mean[: self.d]) * self.var[: self.d].rsqrt()  # (N, d)
+        self.sums[: self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)], 1)
 
     def search_all(self, x):
         """As if every feature above level 0 were a child of feature 0; then the best of those and of level 0."""
-        K, low = sum(self.active), self.d
-        basis = self.search_basis(x, min(K, low))
+        K, low, rows, rstd = sum(self.active), self.d, self.sampled_tokens(len(x)), self.var.rsqrt()
+        if rows is not None:
+            self.collect_basis(x)
+        basis = search_basis(x, self.mean[:low], rstd[:low], min(K, low))
         if self.m == low:
             return basis
         root = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
-        level = torch.arange(low, self.m, device=x.device), self.mean[low:], self.var[low:].rsqrt(), low
-        others = self.search_level(x, root, level, min(K, self.m - low))
+        words = torch.arange(low, self.m, device=x.device)
+        *others, = search_children(x, root, words, self.mean[low:], rstd[low:], low, min(K, self.m - low), self.method,
+                                   rows)
+        if rows is not None:
+            collect_sums(others.pop(), root[rows], words, self.sums)
         indices, z = (torch.cat(parts, dim=1) for parts in zip(basis, others))
         best = magnitude(z).sort(dim=1, descending=True, stable=True).indices[:, :K]  # stable: ties to the lower index
         return indices.gather(1, best), z.gather(1, best)
-
-    def search_basis(self, x, k):
-        """The k best of level 0, (N, k) indices and z; the sums of all tokens go to the moments."""
-        mean, rstd = self.mean[: self.d], self.var[: self.d].rsqrt()
-        if self.training and self.standardise:
-            z = (x.to(mean.dtype) - mean) * rstd  # (N, d)
-            self.sums[: self.d] += torch.stack([z.new_full((self.d,), len(z)), z.sum(0), (z * z).sum(0)], 1)
-        return search_basis(x, mean, rstd, k)
-
-    def search_level(self, x, parents, level, k):
-        """The k best children of a level >= 1, (N, k) indices and z; their sums go to the moments."""
-        sampled = self.sampled_tokens(len(x))
-        if sampled is None:
-            return search_children(x, parents, *level, k, self.method)
-        indices, z, scores = search_children(x, parents, *level, k, self.method, sampled)
-        collect_sums(scores, parents[sampled], level[0], self.sums)
-        return indices, z
 
     def decode(self, code, like=None):
         """sum of coefficient times dictionary row, (..., d); with `like`, an input x, scaled to its norm and type."""
@@ -221,7 +259,7 @@ class DeepParityBottleneck(nn.Module):
         return y.view(*code.indices.shape[:-1], self.d)
 
     def forward(self, x):
-        return self.decode(self.encode(x), like=x)
+        return self.narrow(x)[1]
 
     def sampled_tokens(self, N):
         """Those of N tokens from which the sums of levels >= 1 are taken: evenly spaced; None in evaluation.

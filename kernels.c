@@ -19,6 +19,7 @@ typedef float half __attribute__((vector_size(32), aligned(4)));
 typedef double wide __attribute__((vector_size(64), aligned(8)));
 
 #define INLINE static inline __attribute__((always_inline))
+#define AHEAD 24  /* so many turns of a loop before it reads at random, memory is asked for it */
 #define TOP 0x7FFFFFFFu
 #define NAN_SIZE 0x7FC00000u  /* the |z| of every NaN from here up: above infinity */
 
@@ -74,93 +75,153 @@ INLINE int64_t gather_signs(const int64_t *indices, const float *coefs, const ui
     return hashed;
 }
 
-/* y[n] = sum_k coefs[n, k] phi_{indices[n, k]}, then, if there is `like`, times |like[n]| / |y[n]|,
-   where a |y[n]| of zero counts as one; to norms[n] go these two, |y[n]| first.
-   Sign vectors are added first: small terms before large ones. */
-void decode(const int64_t *indices, const float *coefs, const float *like, const uint32_t *packed,
-            float *y, float *norms, int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
+/* What a thread needs to decode and to take inner products. */
+typedef struct {
+    const uint32_t *packed;
+    int64_t K, d, W, tiles;  /* tiles: of W coordinates */
+    float scale;
+    uint32_t *signs;         /* (K, W) */
+    float *values, *row;     /* (K); (tiles, W): coordinates, then zeros */
+} Rows;
+
+static Rows rows_of(const uint32_t *packed, int64_t K, int64_t d, int64_t BITS, int64_t W)
 {
-    int64_t tiles = BITS < 4 ? 4 : BITS;
-    float scale = 1 / sqrtf(d);
-    #pragma omp parallel num_threads(threads)
-    {
-        uint32_t *signs = room(K * W * 4);
-        float *values = room(K * 4), *row = room(tiles * W * 4);
-        #pragma omp for schedule(static)
-        for (int64_t n = 0; n < N; n++) {
-            const int64_t *index = indices + n * K;
-            const float *coef = coefs + n * K;
-            int64_t hashed = gather_signs(index, coef, packed, K, d, W, signs, values);
-            for (int64_t w = 0; w < W; w += 16)
-                for (int64_t b = 0; b < tiles; b += 4) {
-                    vec sum[4] = {{0}};
-                    for (int64_t k = 0; k < hashed; k++) {
-                        bits word = *(bits *)(signs + k * W + w);
-                        vec value = spread(values[k]);
-                        for (int q = 0; q < 4; q++) sum[q] += flip(value, word, b + q);
-                    }
-                    for (int q = 0; q < 4; q++) *(vec *)(row + (b + q) * W + w) = sum[q] * scale;
-                }
-            for (int64_t k = 0; k < K; k++)
-                if (index[k] < d) row[index[k]] += coef[k];
-            if (like) {
-                double of_y = sqrt(inner(row, row, d)), of_x = sqrt(inner(like + n * d, like + n * d, d));
-                float factor = of_x / (of_y == 0 ? 1 : of_y);
-                for (int64_t i = 0; i < d; i++) row[i] *= factor;
-                norms[2 * n] = of_y, norms[2 * n + 1] = of_x;
+    Rows r = {.packed = packed, .K = K, .d = d, .W = W, .tiles = BITS < 4 ? 4 : BITS, .scale = 1 / sqrtf(d)};
+    r.signs = room(K * W * 4), r.values = room(K * 4), r.row = room(r.tiles * W * 4);
+    memset(r.row, 0, r.tiles * W * 4);
+    return r;
+}
+
+static void free_rows(Rows r)
+{
+    free(r.signs), free(r.values), free(r.row);
+}
+
+/* r.row = sum_k coefs[k] phi_{indices[k]}. Sign vectors are added first: small terms before large ones. */
+static void decode_row(Rows *r, const int64_t *indices, const float *coefs)
+{
+    int64_t W = r->W, hashed = gather_signs(indices, coefs, r->packed, r->K, r->d, W, r->signs, r->values);
+    for (int64_t w = 0; w < W; w += 16)
+        for (int64_t b = 0; b < r->tiles; b += 4) {
+            vec sum[4] = {{0}};
+            for (int64_t k = 0; k < hashed; k++) {
+                bits word = *(bits *)(r->signs + k * W + w);
+                vec value = spread(r->values[k]);
+                for (int q = 0; q < 4; q++) sum[q] += flip(value, word, b + q);
             }
-            memcpy(y + n * d, row, d * 4);
+            for (int q = 0; q < 4; q++) *(vec *)(r->row + (b + q) * W + w) = sum[q] * r->scale;
         }
-        free(signs), free(values), free(row);
+    for (int64_t k = 0; k < r->K; k++)
+        if (indices[k] < r->d) r->row[indices[k]] += coefs[k];
+}
+
+/* y = r.row |like| / |r.row|, where a |r.row| of zero counts as one; to norms go these two, |r.row| first. */
+INLINE void rescale_row(Rows *r, const float *like, float *y, float *norms)
+{
+    double of_y = sqrt(inner(r->row, r->row, r->d)), of_x = sqrt(inner(like, like, r->d));
+    float factor = of_x / (of_y == 0 ? 1 : of_y);
+    for (int64_t i = 0; i < r->d; i++) y[i] = r->row[i] * factor;
+    norms[0] = of_y, norms[1] = of_x;
+}
+
+/* out[k] = <phi_{indices[k]}, r.row>. */
+static void dot_row(Rows *r, const int64_t *indices, float *out)
+{
+    int64_t d = r->d, W = r->W;
+    for (int64_t k = 0; k < r->K; k++) {
+        int64_t i = indices[k];
+        if (i < d) {
+            out[k] = r->row[i];
+            continue;
+        }
+        vec sum[4] = {{0}};
+        for (int64_t w = 0; w < W; w += 16) {
+            bits word = *(bits *)(r->packed + i % d * W + w) ^ *(bits *)(r->packed + (d + i / d) * W + w);
+            for (int64_t b = 0; b < r->tiles; b += 4)
+                for (int q = 0; q < 4; q++) sum[q] += flip(*(vec *)(r->row + (b + q) * W + w), word, b + q);
+        }
+        vec all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        double total = 0;
+        for (int lane = 0; lane < 16; lane++) total += all[lane];
+        out[k] = total * r->scale;
     }
 }
 
-/* out[n, k] = <phi_{indices[n, k]}, x[n]>. If there is `like`, x is the gradient of a decode scaled to it, y what that
-   decode gave: then out is the gradient of its coefficients, and to_like that of `like`. With u = y / |like|, both come
-   from <u, x>: that of the sum before it was scaled is |like| / |sum| (x - u <u, x>), that of `like` is
-   <u, x> like / |like|. */
+/* r.row is the gradient of y, which rescale_row gave for `like`; it becomes that of what was scaled, and to_like that
+   of `like`. With u = y / |like|, both come from <u, row>: |like| / |sum| (row - u <u, row>) and
+   <u, row> like / |like|. */
+INLINE void rescale_back(Rows *r, const float *y, const float *like, const float *norms, float *to_like)
+{
+    double of_y = norms[0], of_x = norms[1];
+    double factor = of_x / (of_y == 0 ? 1 : of_y), inverse = of_x == 0 ? 0 : 1 / of_x;
+    double along = inner(y, r->row, r->d) * inverse;
+    for (int64_t i = 0; i < r->d; i++) {
+        r->row[i] = factor * (r->row[i] - along * (y[i] * inverse));
+        to_like[i] = along * (like[i] * inverse);
+    }
+}
+
+/* y[n] = sum_k coefs[n, k] phi_{indices[n, k]}; with the norm of like[n], if there is `like`. */
+void decode(const int64_t *indices, const float *coefs, const float *like, const uint32_t *packed,
+            float *y, float *norms, int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
+{
+    #pragma omp parallel num_threads(threads)
+    {
+        Rows r = rows_of(packed, K, d, BITS, W);
+        #pragma omp for schedule(static)
+        for (int64_t n = 0; n < N; n++) {
+            decode_row(&r, indices + n * K, coefs + n * K);
+            if (like) rescale_row(&r, like + n * d, y + n * d, norms + 2 * n);
+            else memcpy(y + n * d, r.row, d * 4);
+        }
+        free_rows(r);
+    }
+}
+
+/* out[n, k] = <phi_{indices[n, k]}, x[n]>. If there is `like`, x is the gradient of y, a decode scaled to `like`:
+   then out is the gradient of its coefficients, and to_like that of `like`. */
 void dot(const int64_t *indices, const float *x, const float *y, const float *like, const float *norms,
          const uint32_t *packed, float *out, float *to_like,
          int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
 {
-    int64_t tiles = BITS < 4 ? 4 : BITS;
-    float scale = 1 / sqrtf(d);
     #pragma omp parallel num_threads(threads)
     {
-        float *row = room(tiles * W * 4);
-        memset(row, 0, tiles * W * 4);
+        Rows r = rows_of(packed, K, d, BITS, W);
         #pragma omp for schedule(static)
         for (int64_t n = 0; n < N; n++) {
-            memcpy(row, x + n * d, d * 4);
-            if (like) {
-                double of_y = norms[2 * n], of_x = norms[2 * n + 1];
-                double factor = of_x / (of_y == 0 ? 1 : of_y), inverse = of_x == 0 ? 0 : 1 / of_x;
-                const float *u = y + n * d, *from = like + n * d;  /* u times |like| */
-                double along = inner(u, row, d) * inverse;
-                for (int64_t i = 0; i < d; i++) {
-                    row[i] = factor * (row[i] - along * (u[i] * inverse));
-                    to_like[n * d + i] = along * (from[i] * inverse);
-                }
-            }
-            for (int64_t k = 0; k < K; k++) {
-                int64_t i = indices[n * K + k];
-                if (i < d) {
-                    out[n * K + k] = row[i];
-                    continue;
-                }
-                vec sum[4] = {{0}};
-                for (int64_t w = 0; w < W; w += 16) {
-                    bits word = *(bits *)(packed + i % d * W + w) ^ *(bits *)(packed + (d + i / d) * W + w);
-                    for (int64_t b = 0; b < tiles; b += 4)
-                        for (int q = 0; q < 4; q++) sum[q] += flip(*(vec *)(row + (b + q) * W + w), word, b + q);
-                }
-                vec all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-                double total = 0;
-                for (int lane = 0; lane < 16; lane++) total += all[lane];
-                out[n * K + k] = total * scale;
-            }
+            memcpy(r.row, x + n * d, d * 4);
+            if (like) rescale_back(&r, y + n * d, like + n * d, norms + 2 * n, to_like + n * d);
+            dot_row(&r, indices + n * K, out + n * K);
         }
-        free(row);
+        free_rows(r);
+    }
+}
+
+/* The gradient of the whole bottleneck to its input x, from that of y, what it gave; from those of the coefficients, if
+   the loss reads them (of_coefs); and from `others`, to x by other ways, if there are any. A coefficient is a score times
+   `scales`, plus a constant. */
+void narrow_backward(const int64_t *indices, const float *grad, const float *of_coefs, const float *others,
+                     const float *y, const float *x, const float *norms, const float *scales, const uint32_t *packed,
+                     float *to_x, int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
+{
+    #pragma omp parallel num_threads(threads)
+    {
+        Rows r = rows_of(packed, K, d, BITS, W);
+        float *coefs = room(K * 4);
+        #pragma omp for schedule(static)
+        for (int64_t n = 0; n < N; n++) {
+            float *to = to_x + n * d;
+            memcpy(r.row, grad + n * d, d * 4);
+            memset(r.row + d, 0, (r.tiles * W - d) * 4);
+            rescale_back(&r, y + n * d, x + n * d, norms + 2 * n, to);
+            dot_row(&r, indices + n * K, coefs);
+            for (int64_t k = 0; k < K; k++)
+                coefs[k] = (of_coefs ? of_coefs[n * K + k] + coefs[k] : coefs[k]) * scales[n * K + k];
+            decode_row(&r, indices + n * K, coefs);
+            if (others) for (int64_t i = 0; i < d; i++) to[i] += others[n * d + i];
+            for (int64_t i = 0; i < d; i++) to[i] += r.row[i];
+        }
+        free(coefs), free_rows(r);
     }
 }
 
@@ -286,21 +347,32 @@ static uint32_t *narrow(const int64_t *indices, int64_t count)
     return words;
 }
 
-/* Level 0, whose candidates are the basis vectors: of z = (x - mean) * rstd the k largest |z|. */
+/* Of z = (x - mean) * rstd, for the basis vectors `all`, the k largest |z|. */
+INLINE void take_basis(Selection *s, const float *x, const float *mean, const float *rstd, const uint32_t *all,
+                       int64_t *indices, float *coefs)
+{
+    const int64_t root = 0;
+    for (int64_t i = 0; i < s->C; i++) s->z[i] = (x[i] - mean[i]) * rstd[i];
+    take(s, &root, all, s->C, indices, coefs);
+}
+
+static uint32_t *counted(int64_t count)
+{
+    uint32_t *all = room(count * 4);
+    for (int64_t i = 0; i < count; i++) all[i] = i;
+    return all;
+}
+
+/* Level 0, whose candidates are the basis vectors. */
 void basis(const float *x, const float *mean, const float *rstd, int64_t *indices, float *coefs,
            int64_t N, int64_t d, int64_t k, int64_t threads)
 {
-    uint32_t *all = room(d * 4);
-    for (int64_t i = 0; i < d; i++) all[i] = i;
+    uint32_t *all = counted(d);
     #pragma omp parallel num_threads(threads)
     {
-        const int64_t root = 0;
         Selection s = selection(d, k);
         #pragma omp for schedule(static)
-        for (int64_t n = 0; n < N; n++) {
-            for (int64_t i = 0; i < d; i++) s.z[i] = (x[n * d + i] - mean[i]) * rstd[i];
-            take(&s, &root, all, d, indices + n * k, coefs + n * k);
-        }
+        for (int64_t n = 0; n < N; n++) take_basis(&s, x + n * d, mean, rstd, all, indices + n * k, coefs + n * k);
         release(s);
     }
     free(all);
@@ -335,8 +407,9 @@ void standardise(float *z, const int64_t *parents, const int64_t *generators, co
     #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t r = 0; r < N * P; r++) {
         uint32_t parent = parents[r];
-        for (int64_t j = 0; j < D; j++) {
-            int64_t own = (parent ^ words[j]) - low;
+        for (int64_t j = 0; j < D; j++) {  /* moments of a million features are far away */
+            int64_t own = (parent ^ words[j]) - low, later = (parent ^ words[j + AHEAD < D ? j + AHEAD : j]) - low;
+            __builtin_prefetch(mean + later), __builtin_prefetch(rstd + later);
             z[r * D + j] = (z[r * D + j] * scale - mean[own]) * rstd[own];
         }
     }
@@ -431,43 +504,118 @@ INLINE uint32_t place(uint32_t i, int t)
     return i >> (t + 4) << (t + 4) | (i & ((1u << t) - 1)) << 4 | (i >> t & 15);
 }
 
-/* score_children by transform and select_distinct in one:
-   z[n, p, j] = (<h_child, x[n]> - mean) * rstd of child = parents[n, p] ^ generators[j];
-   mean and rstd are those of the features from `low` to low + features - 1.
-   If keep[n] is not negative, all z of token n go to row keep[n] of `kept`.
-   patterns: bit b of word (k, lane) is the sign at coordinate k of s[16 * b + lane]; then 512 more. */
-void search(const float *x, const int64_t *parents, const int64_t *generators, const float *mean, const float *rstd,
-            const uint32_t *patterns, const int64_t *keep, int64_t *indices, float *coefs, float *kept,
-            int64_t N, int64_t d, int64_t P, int64_t D, int64_t low, int64_t features, int64_t k, int64_t threads)
+/* What a search by transform reads of a level: made by level_tables, and good as long as the moments are the same. */
+typedef struct {
+    int64_t P, D, k, low, features;  /* parents and generators; how many to take; the first feature, and how many */
+    uint32_t *words, *moved;         /* (D) generators, and where they move a score */
+    float *means, *rstds;            /* moments, as scores lie */
+} Level;
+
+/* Blocks of 16 patterns that the features of a level lie in: of `first` and on, how many. */
+INLINE int64_t blocks_of(int64_t low, int64_t features, int64_t d, int64_t *first)
+{
+    *first = low / d / 16;
+    return ((low + features) / d + 15) / 16 - *first;
+}
+
+void level_tables(const int64_t *generators, const float *mean, const float *rstd, uint32_t *words, uint32_t *moved,
+                  float *means, float *rstds, int64_t D, int64_t low, int64_t features, int64_t d)
 {
     int t = __builtin_ctzll(d);
-    int64_t first = low / d / 16, last = ((low + features) / d + 15) / 16;  /* blocks of 16 patterns */
-    uint32_t *words = narrow(generators, D), *moved = room(D * 4), base = first * d * 16;
-    float scale = 1 / sqrtf(d), *means = room((last - first) * d * 64), *rstds = room((last - first) * d * 64);
-    for (int64_t j = 0; j < D; j++) moved[j] = place(words[j], t);
-    for (int64_t i = 0; i < features; i++)
-        means[place(low + i, t) - base] = mean[i], rstds[place(low + i, t) - base] = rstd[i];
+    int64_t first;
+    blocks_of(low, features, d, &first);
+    for (int64_t j = 0; j < D; j++) words[j] = generators[j], moved[j] = place(words[j], t);
+    for (int64_t i = 0; i < features; i++) {
+        uint32_t at = place(low + i, t) - first * d * 16;
+        means[at] = mean[i], rstds[at] = rstd[i];
+    }
+}
+
+/* score_children by transform and select_distinct in one, for a token:
+   z[p, j] = (<h_child, x> - mean) * rstd of child = parents[p] ^ generators[j], left in s.z.
+   patterns: bit b of word (k, lane) is the sign at coordinate k of s[16 * b + lane]; then 512 more. */
+static void take_children(Selection *s, const Level *level, const float *x, const int64_t *parents,
+                          const uint32_t *patterns, float *scores, int64_t d, int64_t *indices, float *coefs)
+{
+    int t = __builtin_ctzll(d);
+    float scale = 1 / sqrtf(d);
+    int64_t first, blocks = blocks_of(level->low, level->features, d, &first);
+    uint32_t base = first * d * 16;
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t at = block * d * 16, pattern = first + block;
+        transform_signed((vec *)(scores + at), x, (const bits *)patterns + pattern / 32 * d, pattern % 32,
+                         (vec *)(level->means + at), (vec *)(level->rstds + at), scale, d);
+    }
+    for (int64_t p = 0; p < level->P; p++) {
+        uint32_t from = place(parents[p], t);
+        for (int64_t j = 0; j < level->D; j++) s->z[p * level->D + j] = scores[(from ^ level->moved[j]) - base];
+    }
+    take(s, parents, level->words, level->D, indices, coefs);
+}
+
+/* The same for N tokens. If keep[n] is not negative, all z of token n go to row keep[n] of `kept`. */
+void search(const float *x, const int64_t *parents, const Level *level, const uint32_t *patterns, const int64_t *keep,
+            int64_t *indices, float *coefs, float *kept, int64_t N, int64_t d, int64_t threads)
+{
+    int64_t first, blocks = blocks_of(level->low, level->features, d, &first), P = level->P, k = level->k;
     #pragma omp parallel num_threads(threads)
     {
-        Selection s = selection(P * D, k);
-        float *scores = room((last - first) * d * 64);
+        Selection s = selection(P * level->D, k);
+        float *scores = room(blocks * d * 64);
         #pragma omp for schedule(static)
         for (int64_t n = 0; n < N; n++) {
-            for (int64_t block = first; block < last; block++) {
-                int64_t at = (block - first) * d * 16;
-                transform_signed((vec *)(scores + at), x + n * d, (const bits *)patterns + block / 32 * d, block % 32,
-                                 (vec *)(means + at), (vec *)(rstds + at), scale, d);
-            }
-            for (int64_t p = 0; p < P; p++) {
-                uint32_t from = place(parents[n * P + p], t);
-                for (int64_t j = 0; j < D; j++) s.z[p * D + j] = scores[(from ^ moved[j]) - base];
-            }
-            if (keep[n] >= 0) memcpy(kept + keep[n] * P * D, s.z, P * D * 4);
-            take(&s, parents + n * P, words, D, indices + n * k, coefs + n * k);
+            take_children(&s, level, x + n * d, parents + n * P, patterns, scores, d, indices + n * k, coefs + n * k);
+            if (keep[n] >= 0) memcpy(kept + keep[n] * s.C, s.z, s.C * 4);
         }
         free(scores), release(s);
     }
-    free(words), free(moved), free(means), free(rstds);
+}
+
+typedef struct {
+    const Level *levels;  /* that of level 0 has words, means, rstds and k */
+    const uint32_t *patterns, *packed;
+    const float *mean, *var;  /* (m) what the levels were made of */
+    int64_t count, K, d, m, BITS, W;
+} Bottleneck;
+
+/* The whole bottleneck: the code of every token, levels in order; the parents of a level are what the one before took.
+   If there is y, also what the code decodes to, with the norms of x; of these, `norms`, if they are wanted.
+   If there is keep, and keep[n] is not negative, all z of levels >= 1 of token n go to row keep[n] of `kept`.
+   Returns whether it was done: not if the levels were made of other moments than these. */
+int64_t narrow_tokens(const Bottleneck *all, const float *mean, const float *var, const float *x, const int64_t *keep,
+                      int64_t *indices, float *coefs, float *kept, float *y, float *norms, int64_t N, int64_t threads)
+{
+    if (memcmp(mean, all->mean, all->m * 4) || memcmp(var, all->var, all->m * 4)) return 0;
+    const Level *levels = all->levels;
+    int64_t most = 0, width = 0, count = all->count, K = all->K, d = all->d;
+    for (int64_t l = 1; l < count; l++) {
+        int64_t first, blocks = blocks_of(levels[l].low, levels[l].features, d, &first);
+        most = blocks > most ? blocks : most, width += levels[l].P * levels[l].D;
+    }
+    #pragma omp parallel num_threads(threads)
+    {
+        Selection *s = room(count * sizeof *s);
+        Rows r = rows_of(all->packed, K, d, all->BITS, all->W);
+        float *scores = room(most * d * 64), unwanted[2];
+        for (int64_t l = 0; l < count; l++) s[l] = selection(l ? levels[l].P * levels[l].D : d, levels[l].k);
+        #pragma omp for schedule(static)
+        for (int64_t n = 0; n < N; n++) {
+            int64_t *index = indices + n * K, done = levels[0].k;
+            float *coef = coefs + n * K, *row = keep && keep[n] >= 0 ? kept + keep[n] * width : NULL;
+            take_basis(s, x + n * d, levels[0].means, levels[0].rstds, levels[0].words, index, coef);
+            for (int64_t l = 1; l < count; done += levels[l++].k) {
+                take_children(s + l, levels + l, x + n * d, index + done - levels[l].P, all->patterns, scores, d,
+                              index + done, coef + done);
+                if (row) memcpy(row, s[l].z, s[l].C * 4), row += s[l].C;
+            }
+            if (!y) continue;
+            decode_row(&r, index, coef);
+            rescale_row(&r, x + n * d, y + n * d, norms ? norms + 2 * n : unwanted);
+        }
+        for (int64_t l = 0; l < count; l++) release(s[l]);
+        free(s), free(scores), free_rows(r);
+    }
+    return 1;
 }
 
 /* For every feature, the number of tokens r on which it is a child parents[r, p] ^ generators[j], and over these the
@@ -481,6 +629,7 @@ void collect(const float *z, const int64_t *parents, const int64_t *generators, 
         for (int64_t p = 0; p < P; p++)
             for (int64_t j = 0; j < D; j++) {
                 uint32_t child = parents[r * P + p] ^ words[j];
+                __builtin_prefetch(sums + 3 * (int64_t)(parents[r * P + p] ^ words[j + AHEAD < D ? j + AHEAD : j]));
                 float value = z[(r * P + p) * D + j];
                 if (seen[child >> 6] >> (child & 63) & 1) continue;
                 seen[child >> 6] |= 1ull << (child & 63);

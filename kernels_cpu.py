@@ -14,8 +14,8 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+import weakref
 
-import numpy as np
 import torch
 
 from kloosterman import packed_signs, packing, pattern_words
@@ -110,19 +110,25 @@ def processor():
 
 
 def call(name, *arguments):
-    """A function of kernels.c: tensors and arrays go by address, None is no address, numbers are int64."""
-    def convert(value):
-        if isinstance(value, np.ndarray):
-            return ctypes.c_void_p(value.ctypes.data)
-        if isinstance(value, torch.Tensor):
-            if not value.is_contiguous() or value.dtype not in (torch.float32, torch.int64):
-                raise TypeError("kernels.c takes contiguous float32 and int64: "
-                                f"{name} got {value.dtype}, strides {value.stride()}")
-            return ctypes.c_void_p(value.data_ptr())
-        return ctypes.c_void_p(None) if value is None else ctypes.c_int64(value)
+    """A function of kernels.c: tensors, arrays and structures go by address, None is no address, numbers are int64."""
     if library() is None:
         raise RuntimeError("BACKEND = 'c' needs a C compiler: install gcc or clang")
-    getattr(library(), name)(*map(convert, arguments))
+    function = getattr(library(), name)
+    if function.argtypes is None:
+        function.argtypes = [ctypes.c_int64] * len(arguments)  # addresses, too: they are as wide
+        function.restype = ctypes.c_int64
+    return function(*[value if type(value) is int else address(value, name) for value in arguments])
+
+
+def address(value, name):
+    if value is None:
+        return 0
+    if isinstance(value, torch.Tensor):
+        if not value.is_contiguous() or value.dtype not in (torch.float32, torch.int64, torch.int32):
+            raise TypeError("kernels.c takes contiguous float32, int64 and int32: "
+                            f"{name} got {value.dtype}, strides {value.stride()}")
+        return value.data_ptr()
+    return ctypes.addressof(value) if isinstance(value, (ctypes.Structure, ctypes.Array)) else value.ctypes.data
 
 
 def threads(N):
@@ -186,15 +192,100 @@ def score_product_c(x, parents, generators, mean, rstd, low):
     return z
 
 
+class Level(ctypes.Structure):
+    """As in kernels.c."""
+    _fields_ = [*((name, ctypes.c_int64) for name in ("P", "D", "k", "low", "features")),
+                *((name, ctypes.c_void_p) for name in ("words", "moved", "means", "rstds"))]
+
+
+class Bottleneck(ctypes.Structure):
+    """As in kernels.c."""
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("levels", "patterns", "packed", "mean", "var")),
+                *((name, ctypes.c_int64) for name in ("count", "K", "d", "m", "BITS", "W"))]
+
+
+def make_level(P, generators, mean, rstd, low, k, d):
+    """A Level, and the tensors that it points to."""
+    D, features = len(generators), len(mean)
+    blocks = -(-(low + features) // d // 16) - low // d // 16
+    words, moments = torch.zeros(2, D, dtype=torch.int32), torch.zeros(2, blocks * d * 16)
+    call("level_tables", generators, mean, rstd, words[0], words[1], moments[0], moments[1], D, low, features, d)
+    return Level(P, D, k, low, features, *(row.data_ptr() for row in (*words, *moments))), (words, moments)
+
+
+def places(rows, N):
+    """keep of kernels.c: which of `rows` each token is, or -1."""
+    return torch.full((N,), -1).index_put_((rows,), torch.arange(len(rows)))
+
+
 def search_transform_c(x, parents, generators, mean, rstd, low, k, rows):
     """Every feature of the level by Walsh-Hadamard transforms of x * s[u2], one for each u2;
     then the children are picked."""
     (N, d), P, D = x.shape, parents.shape[1], len(generators)
-    place = torch.full((N,), -1).index_put_((rows,), torch.arange(len(rows)))
+    level, tensors = make_level(P, generators, mean, rstd, low, k, d)
     indices, coefs, sampled = torch.empty(N, k, dtype=torch.int64), x.new_empty(N, k), x.new_empty(len(rows), P * D)
-    call("search", x, parents, generators, mean, rstd, pattern_words(d, low + len(mean)), place,
-         indices, coefs, sampled, N, d, P, D, low, len(mean), k, threads(N))
+    call("search", x, parents, level, pattern_words(d, low + len(mean)), places(rows, N), indices, coefs, sampled,
+         N, d, threads(N))
     return indices, coefs, sampled
+
+
+class Tables:
+    """A bottleneck as narrow_tokens reads it, made of moments and generators that are copied, to be compared with."""
+
+    def __init__(self, mean, var, generators, lows, active):
+        self.shape, self.generators = (lows, active), [words.clone() for words in generators]
+        d, m, mean, var, rstd = lows[0], lows[-1], mean.clone(), var.clone(), var.rsqrt()
+        coordinates = torch.arange(d, dtype=torch.int32)
+        first = Level(0, d, active[0], 0, d, coordinates.data_ptr(), None, mean.data_ptr(), rstd.data_ptr())
+        made = [make_level(P, words, mean[low:high], rstd[low:high], low, k, d)
+                for P, words, low, high, k in zip(active, generators, lows, lows[1:], active[1:])]
+        levels = (Level * len(active))(first, *(level for level, _ in made))
+        signs = pattern_words(d, m), packed_signs(d, m)
+        self.bottleneck = Bottleneck(ctypes.addressof(levels), *(table.ctypes.data for table in signs), mean.data_ptr(),
+                                     var.data_ptr(), len(active), sum(active), d, m, *packing(d))
+        self.address = ctypes.addressof(self.bottleneck)
+        self.pointed_to = levels, signs, mean, var, rstd, coordinates, [tensors for _, tensors in made]
+        self.candidates = sum(P * len(words) for P, words in zip(active, generators))
+
+
+TABLES = {}  # by the identity of the means: (a weak reference to them, their Tables)
+
+
+def tables(mean, var, generators, lows, active, fresh=False):
+    """The Tables of these tensors, kept from call to call. Whether the moments are the same, C looks itself."""
+    of, kept = TABLES.get(id(mean), (None, None))
+    if fresh or of is None or of() is not mean or kept.shape != (lows, active) or not all(
+            map(torch.equal, kept.generators, generators)):
+        key, kept = id(mean), Tables(mean, var, generators, lows, active)
+        TABLES[key] = weakref.ref(mean, lambda _: TABLES.pop(key, None)), kept
+    return kept
+
+
+def narrow_c(x, mean, var, generators, lows, active, rows=None, decoded=True):
+    """The whole bottleneck: y and the norms that decode_like_c gives, or None if not `decoded`; indices and coefs;
+    the scores of all candidates of the tokens `rows`, (R, sum of P*D), or None."""
+    N, K, levels = x.shape[0], sum(active), (mean, var, generators, lows, active)
+    kept = tables(*levels)
+    indices, coefs = torch.empty(N, K, dtype=torch.int64), torch.empty(N, K)
+    y = norms = keep = sampled = None
+    if decoded:
+        y, norms = torch.empty(x.shape), torch.empty(N, 2)
+    if rows is not None:
+        keep, sampled = places(rows, N), torch.empty(len(rows), kept.candidates)
+    result = mean, var, x, keep, indices, coefs, sampled, y, norms, N, threads(N)
+    call("narrow_tokens", kept.address, *result) or call("narrow_tokens", tables(*levels, fresh=True).address, *result)
+    return y, norms, indices, coefs, sampled
+
+
+def narrow_backward_c(indices, grad, of_coefs, others, y, x, norms, scales, m):
+    """The gradient of narrow_c to x, from those of y, of the coefficients, and of others to x."""
+    (N, d), K, to_x = x.shape, indices.shape[1], torch.empty_like(x)
+    if not (y.shape == grad.shape == x.shape and norms.shape == (N, 2) and scales.shape == indices.shape):
+        raise ValueError(f"shapes that do not belong together: {tuple(y.shape)}, {tuple(x.shape)}, "
+                         f"{tuple(norms.shape)}, {tuple(scales.shape)}, {tuple(indices.shape)}")
+    call("narrow_backward", indices, grad, of_coefs, others, y, x, norms, scales, packed_signs(d, m), to_x,
+         N, K, d, *packing(d), threads(N))
+    return to_x
 
 
 def select_c(z, parents, generators, k):

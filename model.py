@@ -52,6 +52,10 @@ class TopKBottleneck(nn.Module):
         y = y.view(*code.indices.shape[:-1], -1)
         return y if like is None else rescale(y, like)
 
+    def narrow(self, x, again=False):
+        code = self.encode(x)
+        return code, self.decode(code, like=x), x
+
 
 class Attention(nn.Module):
     def __init__(self, d, heads):
@@ -121,10 +125,11 @@ class Block(nn.Module):
             return h
         if torch.is_autocast_enabled(h.device.type):  # the type the next matrix product would round to anyway
             h = h.to(torch.get_autocast_dtype(h.device.type))
-        code = self.bottleneck.encode(h)
-        if edit is not None:
-            code = edit(self.layer, code)
-        y = self.bottleneck.decode(code, like=h)
+        if edit is None:
+            code, y, h = self.bottleneck.narrow(h, again=record is not None or self.fading)
+        else:
+            code = edit(self.layer, self.bottleneck.encode(h))
+            y = self.bottleneck.decode(code, like=h)
         if self.training and self.fading:
             y = torch.lerp(h, y, self.share.to(h.dtype))
         if record is not None:

@@ -6,6 +6,8 @@
     select_distinct(z, ...)               the k distinct children with the largest |z|           (N, P*D) -> (N, k)
     search_children(x, parents, ...)      both in one: the (N, P*D) scores never exist for all tokens
     search_basis(x, ...)                  the same for level 0, whose scores are the coordinates
+    encode_features(x, ...)               all levels in one                                      (N, d) -> (N, K)
+    narrow_features(x, ...)               all levels, then decode, in one: a whole bottleneck    (N, d) -> (N, d)
 
 Each has a plain torch reference and a Triton kernel in kernels.py, which has the equations and the letters, and a
 function in C in kernels_cpu.py. All give the same result: `backend` picks.
@@ -52,7 +54,10 @@ def exact(operation):
     """Without autocast, which would round the products inside to bfloat16."""
     @functools.wraps(operation)
     def run_exact(*arguments):
-        with torch.autocast(arguments[0].device.type, enabled=False):
+        device = arguments[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return operation(*arguments)
+        with torch.autocast(device, enabled=False):
             return operation(*arguments)
     return run_exact
 
@@ -91,6 +96,10 @@ def decode_like_op(indices: torch.Tensor, coefs: torch.Tensor, like: torch.Tenso
     """The result; what it was before it was scaled (no rows in C, whose gradient needs the result only);
     the norms of that and of `like`."""
     check_range("feature indices", indices, 0, m)
+    return decode_like(indices, coefs, like, m)
+
+
+def decode_like(indices, coefs, like, m):
     way = kernels_cpu.decode_like_c if backend(like) == "c" else kernels.decode_like_triton
     return way(indices.contiguous(), coefs.contiguous(), like.contiguous(), m)
 
@@ -98,6 +107,10 @@ def decode_like_op(indices: torch.Tensor, coefs: torch.Tensor, like: torch.Tenso
 @torch.library.custom_op("parity::decode_like_backward", mutates_args=())
 def decode_like_backward_op(indices: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, like: torch.Tensor,
                             norms: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return decode_like_gradients(indices, grad, y, like, norms, m)
+
+
+def decode_like_gradients(indices, grad, y, like, norms, m):
     way = kernels_cpu.decode_like_backward_c if backend(like) == "c" else kernels.decode_like_backward_triton
     return way(indices.contiguous(), grad.contiguous(), y, like.contiguous(), norms, m)
 
@@ -150,6 +163,10 @@ def select(z, parents, generators, k):
 
 @torch.library.custom_op("parity::basis", mutates_args=())
 def basis_op(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return basis(x, mean, rstd, k)
+
+
+def basis(x, mean, rstd, k):
     path = backend(x)
     if path == "triton":
         return kernels.basis_triton(x.contiguous(), mean, rstd, k)
@@ -163,20 +180,102 @@ def search_op(x: torch.Tensor, parents: torch.Tensor, generators: torch.Tensor, 
     check_range("parents", parents, 0, low)
     check_range("generators", generators, low, low + len(mean))
     check_range("rows", rows, 0, len(x))
+    return search(x, parents, generators, mean, rstd, low, k, rows, method)
+
+
+def search(x, parents, generators, mean, rstd, low, k, rows, method):
     if backend(x) == "c" and method == "transform":
         return kernels_cpu.search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low,
                                               k, rows)
+    if backend(x) == "triton":
+        return kernels.search_triton(x.contiguous(), parents.contiguous(), generators, mean, rstd, low, k, rows)
     C = parents.shape[1] * len(generators)
     indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
     coefs = torch.empty(len(x), k, dtype=wide(x[:0]).dtype, device=x.device)
     sampled = torch.empty(len(rows), C, dtype=coefs.dtype, device=x.device)
-    # Scores held at a time: 2 MB, or 256 MB on a GPU.
-    for part in chunks(len(x), C, None if x.device.type == "cpu" else 2 ** 26):
+    for part in chunks(len(x), C):  # 2 MB of scores at a time
         z = score(x[part], parents[part], generators, mean, rstd, low)
         indices[part], coefs[part] = select(z, parents[part], generators, k)
         here = (rows >= part.start) & (rows < part.stop)
-        sampled = torch.where(here[:, None], z[(rows - part.start).clamp(0, len(z) - 1)], sampled)
+        sampled[here] = z[rows[here] - part.start]
     return indices, coefs, sampled
+
+
+@torch.library.custom_op("parity::encode", mutates_args=())
+def encode_op(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, generators: list[torch.Tensor], lows: list[int],
+              active: list[int], rows: torch.Tensor,
+              method: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return encode(x, mean, var, generators, lows, active, rows, method)
+
+
+@exact
+def encode(x, mean, var, generators, lows, active, rows, method):
+    """The indices and z of the active features, levels in order, (N, K) both;
+    and z of all candidates of the tokens `rows`, (R, sum of P*D), or of none."""
+    if in_one(x, generators, lows, active, method):
+        return kernels_cpu.narrow_c(wide(x).contiguous(), mean, var, generators, lows, active, rows, False)[2:]
+    rstd = var.rsqrt()
+    rows = no_rows(x) if rows is None else rows
+    found, sampled = [basis(x, mean[: lows[0]], rstd[: lows[0]], active[0])], []
+    for words, low, high, P, k in zip(generators, lows, lows[1:], active, active[1:]):
+        way = choose_method(method, x.device, lows[0], P, len(words), high - low)
+        *level, scores = search(x, found[-1][0], words, mean[low:high], rstd[low:high], low, k, rows, way)
+        found.append(level)
+        sampled.append(scores)
+    parts = (*zip(*found), sampled or [mean.new_empty(len(rows), 0)])
+    return tuple(torch.cat(part, dim=1) for part in parts)
+
+
+def no_rows(x):
+    return torch.empty(0, dtype=torch.int64, device=x.device)
+
+
+def in_one(x, generators, lows, active, method):
+    """Whether kernels.c has all of it in one call: on a CPU, if every level is scored by transform."""
+    return backend(x) == "c" and all_by_transform(method, x.shape[1], tuple(map(len, generators)), *lows, *active)
+
+
+@functools.cache
+def all_by_transform(method, d, fans, *levels):
+    lows, active = levels[: len(fans) + 1], levels[len(fans) + 1 :]
+    return all(choose_method(method, "cpu", d, P, D, high - low) == "transform"
+               for D, low, high, P in zip(fans, lows, lows[1:], active))
+
+
+@torch.library.custom_op("parity::narrow", mutates_args=())
+def narrow_op(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, generators: list[torch.Tensor], lows: list[int],
+              active: list[int], rows: torch.Tensor, method: str,
+              again: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+                                    torch.Tensor, torch.Tensor]:
+    """encode, then decode_like: y; indices; coefs; the scores of `rows`; before and norms of decode_like; and x, if
+    `again`: what else the loss makes of x then meets the gradient of y in one sum."""
+    y, before, norms, *code = narrow(x, mean, var, generators, lows, active, rows, method)
+    before = norms.new_empty(0, lows[0]) if before is None else before
+    return y, *code, before, norms, x.clone() if again else x.new_empty(0)
+
+
+@exact
+def narrow(x, mean, var, generators, lows, active, rows, method):
+    if in_one(x, generators, lows, active, method):
+        y, norms, *code = kernels_cpu.narrow_c(x.contiguous(), mean, var, generators, lows, active, rows)
+        return y, None, norms, *code
+    indices, coefs, sampled = encode(x, mean, var, generators, lows, active, rows, method)
+    return *decode_like(indices, coefs, x, lows[-1]), indices, coefs, sampled
+
+
+@torch.library.custom_op("parity::narrow_backward", mutates_args=())
+@exact
+def narrow_backward_op(grad: torch.Tensor, of_coefs: torch.Tensor | None, others: torch.Tensor | None,
+                       indices: torch.Tensor, y: torch.Tensor, x: torch.Tensor, norms: torch.Tensor,
+                       scales: torch.Tensor, m: int) -> torch.Tensor:
+    """The gradient to x of all that narrow_op gives: y, coefs, and x again."""
+    if backend(x) == "c":
+        given = [None if tensor is None else tensor.contiguous() for tensor in (of_coefs, others)]
+        return kernels_cpu.narrow_backward_c(indices, grad.contiguous(), *given, y, x.contiguous(), norms, scales, m)
+    to_coefs, to_x = decode_like_gradients(indices, grad, y, x, norms, m)
+    to_coefs = (to_coefs if of_coefs is None else of_coefs + to_coefs).mul_(scales)
+    to_x = to_x if others is None else others + to_x
+    return kernels.decode_triton(indices, to_coefs, x.shape[1], m, x.dtype, to_x)
 
 
 @torch.library.custom_op("parity::collect", mutates_args=("sums",))
@@ -238,6 +337,27 @@ def _(x, parents, generators, mean, rstd, low, k, rows, method):
     return parents.new_empty(x.shape[0], k), wide(x).new_empty(x.shape[0], k), wide(x).new_empty(rows.shape[0], C)
 
 
+@encode_op.register_fake
+def _(x, mean, var, generators, lows, active, rows, method):
+    C = sum(P * words.shape[0] for words, P in zip(generators, active))
+    coefs = wide(x).new_empty(x.shape[0], sum(active))
+    return torch.empty_like(coefs, dtype=torch.int64), coefs, coefs.new_empty(rows.shape[0], C)
+
+
+@narrow_op.register_fake
+def _(x, mean, var, generators, lows, active, rows, method, again):
+    C = sum(P * words.shape[0] for words, P in zip(generators, active))
+    coefs = wide(x).new_empty(x.shape[0], sum(active))
+    before = coefs.new_empty(0 if backend(x) == "c" else x.shape[0], lows[0])
+    return (x.new_empty(x.shape), torch.empty_like(coefs, dtype=torch.int64), coefs, coefs.new_empty(rows.shape[0], C),
+            before, coefs.new_empty(x.shape[0], 2), x.new_empty(x.shape if again else 0))
+
+
+@narrow_backward_op.register_fake
+def _(grad, of_coefs, others, indices, y, x, norms, scales, m):
+    return x.new_empty(x.shape)
+
+
 @collect_op.register_fake
 def _(z, parents, generators, sums):
     return None
@@ -291,6 +411,22 @@ def score_backward(ctx, grad):
     return grad, None, None, None, None, None, None
 
 
+def save_narrow(ctx, inputs, output):
+    x, _, var, _, lows = inputs[:5]
+    y, indices, _, sampled, before, norms, _ = output
+    # What a coefficient has of its score is looked up now: the moments may have moved when the gradient comes.
+    ctx.save_for_backward(indices, y if backend(x) == "c" else before, x, norms, var[indices].rsqrt())
+    ctx.m, ctx.levels = lows[-1], len(lows) - 1
+    ctx.mark_non_differentiable(indices, sampled, before, norms)
+    ctx.set_materialize_grads(False)
+
+
+def narrow_backward(ctx, grad, _, of_coefs, *others):
+    grad = torch.zeros_like(ctx.saved_tensors[2]) if grad is None else grad
+    to_x = narrow_backward_op(grad, of_coefs, others[-1], *ctx.saved_tensors, ctx.m)
+    return to_x, None, None, [None] * ctx.levels, None, None, None, None, None
+
+
 def save_attach(ctx, inputs, output):
     _, indices, x, scale, m = inputs
     ctx.save_for_backward(indices, scale)
@@ -306,6 +442,7 @@ decode_op.register_autograd(decode_backward, setup_context=save_decode)
 decode_like_op.register_autograd(decode_like_backward, setup_context=save_decode_like)
 dot_op.register_autograd(dot_backward, setup_context=save_dot)
 score_op.register_autograd(score_backward, setup_context=save_score)
+narrow_op.register_autograd(narrow_backward, setup_context=save_narrow)
 attach_op.register_autograd(attach_backward, setup_context=save_attach)
 
 
@@ -414,6 +551,10 @@ def scoring_method(device, d, parents, generators, features):
     return "transform" if torch.device(device).type == "cpu" and transform < parents * generators * d else "gemm"
 
 
+def choose_method(method, device, *shape):
+    return scoring_method(device, *shape) if method == "auto" else method
+
+
 def check_level(x, parents, generators, mean, rstd, low, method):
     """The arguments of score_children as the operators take them."""
     check_floats("x", x)
@@ -423,8 +564,7 @@ def check_level(x, parents, generators, mean, rstd, low, method):
     parents, generators = check_indices("parents", parents, x.shape[0]), check_indices("generators", generators)
     check(len(mean) == len(rstd), f"mean and rstd must have one length, not {len(mean)} and {len(rstd)}")
     check_features(d, low, low + len(mean))
-    if method == "auto":
-        method = scoring_method(x.device, d, parents.shape[1], len(generators), len(mean))
+    method = choose_method(method, x.device, d, parents.shape[1], len(generators), len(mean))
     check(method in ("gemm", "transform"), f"method must be 'auto', 'gemm' or 'transform', not {method!r}")
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x, parents, generators, mean.to(kind).contiguous(), rstd.to(kind).contiguous(), low, method
@@ -479,9 +619,50 @@ def search_children(x, parents, generators, mean, rstd, low, k, method="auto", r
     *level, method = check_level(x.detach(), parents, generators, mean, rstd, low, method)
     check_count(parents.shape[1] * len(generators), parents, generators, k)
     if rows is None:
-        wanted = torch.empty(0, dtype=torch.int64, device=x.device)
+        wanted = no_rows(x)
     else:
         check(rows.dim() == 1 and rows.dtype == torch.int64, "rows must be numbers of tokens, one dimension of int64")
         wanted = rows
     found = search_op(*level, k, wanted, method)
     return found[:2] if rows is None else found
+
+
+def eager(x):
+    """Whether functions may be called as they are: nothing traces, and no gradient is wanted. An operator's way through
+    torch takes longer than a token of a small model."""
+    return not (x.requires_grad and torch.is_grad_enabled()) and type(x) is torch.Tensor \
+        and not torch.compiler.is_compiling()
+
+
+def moments_like(x, mean, var):
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (mean, var) if mean.dtype == kind else (mean.to(kind), var.to(kind))
+
+
+def encode_features(x, mean, var, generators, lows, active, method="auto", rows=None):
+    """The active features of a bottleneck: search_basis, then search_children of each level by level.
+
+    x (N, d); mean, var (m,) of all features; generators of the levels >= 1; lows: the first feature of each of these,
+    then m; active: of every level. -> indices and z, (N, K) both; and the z of all candidates of the tokens `rows`, a
+    level after another, (R, sum of P*D). No gradient: see attach_scores.
+    """
+    check_floats("x", x)
+    levels = x.detach(), *moments_like(x, mean, var), generators, lows, active
+    if eager(levels[0]):
+        return encode(*levels, rows, method)
+    return encode_op(*levels, no_rows(x) if rows is None else rows, method)
+
+
+def narrow_features(x, mean, var, generators, lows, active, method="auto", rows=None, again=False):
+    """encode_features, then parity_decode with like=x, in one: (y, indices, coefs, scores of `rows`, x).
+
+    y and coefs are differentiable in x. The x that is returned is the one to go on with, if `again`.
+    """
+    check_floats("x", x)
+    given = x if backend(x) == "triton" else wide(x)
+    levels = *moments_like(x, mean, var), generators, lows, active
+    if eager(x):
+        y, _, _, *code = narrow(given, *levels, rows, method)
+        return y.to(x.dtype), *code, x
+    y, *code, _, _, same = narrow_op(given, *levels, no_rows(x) if rows is None else rows, method, again)
+    return y.to(x.dtype), *code, same if again else x

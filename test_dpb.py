@@ -1,4 +1,6 @@
 """The bottleneck against a brute-force model of its definition: every feature, every candidate, one token at a time."""
+import copy
+import gc
 import os
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import dpb
+import kernels_cpu
 import ops
 from conftest import force_path
 from dpb import Code, DeepParityBottleneck, update_moments
@@ -205,6 +208,67 @@ def test_gradient_equals_autograd_through_the_dense_dictionary(path, method, mon
     y = y_hat * wide.norm(dim=1, keepdim=True) / y_hat.norm(dim=1, keepdim=True)
     expected, = torch.autograd.grad((y * grad_y).sum() + (z * grad_c).sum(), wide)
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [TWO, THREE], ids=["2 levels", "3 levels"])
+@pytest.mark.parametrize("path, method", PATHS)
+def test_narrow_is_encode_and_decode_with_the_same_gradients_and_sums(path, method, shape, monkeypatch):
+    one, _, _ = make(path, method, monkeypatch, **shape)
+    two = copy.deepcopy(one)
+    x = torch.randn(3, 40, 64, generator=torch.Generator().manual_seed(4))
+    of_y, of_x, of_coefs = torch.randn_like(x), torch.randn_like(x), torch.randn(*x.shape[:-1], sum(one.active))
+    for training in (False, True):
+        one.train(training), two.train(training)
+        with torch.no_grad():
+            plain = one.narrow(x)
+        whole, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
+        code, y, same = one.narrow(whole, again=True)
+        with torch.no_grad():
+            two.encode(parts)  # as often as the other, for the sums
+        expected = two.encode(parts)
+        y_expected = two.decode(expected, like=parts)
+        for got, also, want in zip((*code, y), (*plain[0], plain[1]), (*expected, y_expected)):
+            assert torch.equal(got, want) and torch.equal(also, want)
+        for out, coefs, again in (y, code.coefs, same), (y_expected, expected.coefs, parts):
+            ((out * of_y).sum() + (again * of_x).sum() + (coefs * of_coefs).sum()).backward()
+        torch.testing.assert_close(whole.grad, parts.grad, rtol=1e-6, atol=1e-6)
+        assert torch.equal(one.sums, two.sums) and bool(one.sums.any()) == training
+
+
+def test_what_is_kept_of_the_moments_follows_them_however_they_change(monkeypatch):
+    layer, _, _ = make("c", "transform", monkeypatch, **TWO)
+    other, x = DeepParityBottleneck(**TWO, seed=5, method="transform").eval(), torch.randn(20, 64)
+    first = layer(x)
+
+    def expected():
+        code = layer.encode(x)
+        fresh = copy.deepcopy(layer)
+        monkeypatch.setattr(ops, "BACKEND", "reference")
+        want = fresh.encode(x)
+        monkeypatch.setattr(ops, "BACKEND", "c")
+        assert torch.equal(code.indices, want.indices)
+        torch.testing.assert_close(code.coefs, want.coefs, equal_nan=True)
+        return fresh(x)
+    changes = [lambda: layer.mean.data.add_(0.5), lambda: layer.var.data.numpy().fill(3),
+               lambda: layer.load_state_dict(other.state_dict()), lambda: layer.mean.fill_(float("nan")),
+               lambda: setattr(layer, "mean", torch.ones_like(layer.mean))]
+    for change in changes:
+        change()
+        y = layer(x)
+        assert not torch.equal(y, first)
+        assert torch.equal(y, expected()) or torch.isnan(y).all()
+        first = y
+
+
+def test_tables_live_as_long_as_their_layer(monkeypatch):
+    layer, _, _ = make("c", "transform", monkeypatch, **TWO)
+    gc.collect()
+    before = len(kernels_cpu.TABLES)
+    layer(torch.randn(2, 64))
+    assert len(kernels_cpu.TABLES) == before + 1
+    del layer
+    gc.collect()
+    assert len(kernels_cpu.TABLES) == before
 
 
 def test_gradcheck_in_float64():

@@ -88,7 +88,24 @@ def test_decode_and_dot_equal_reference(use, path, N, d, m, K):
     if N:
         assert_as_exact_as_torch(y, kernels.decode_reference(indices, coefs, d),
                                  kernels.decode_reference(indices, coefs.double(), d))
-        assert_as_exact_as_torch(s, kernels.dot_reference(indices, x), kernels.dot_reference(indices, x.double()))
+        assert_as_exact_as_torch(s, kernels.dot_reference(indices, x), kernels.dot_reference(indices, x.double()),
+                                 size=x.abs().max() / d ** 0.5)
+
+
+@needs_triton
+@pytest.mark.parametrize("K", [33, 65])
+def test_dot_of_features_in_any_order(use, K):
+    """Basis vectors between sign vectors, repeats, and more features than lanes but not a multiple of them."""
+    torch.manual_seed(K)
+    indices, x = torch.randint(0, 4096, (3, K)), torch.randn(3, 128)
+    indices[:, ::5] %= 128
+    indices[:, 7] = indices[:, 6]
+    indices[1, :] %= 128                  # basis vectors only
+    indices[2, : K - 1] %= 128            # one sign vector, the last
+    indices[2, K - 1] = 4095
+    use("triton")
+    assert_as_exact_as_torch(ops.parity_dot(indices, x, 4096), kernels.dot_reference(indices, x),
+                             kernels.dot_reference(indices, x.double()))
 
 
 def rescaled(indices, coefs, x):
@@ -246,6 +263,18 @@ def test_scores_of_half_precision_inputs(use, path, method, dtype):
     assert_as_exact_as_torch(z, kernels.score_reference(x.float(), *rest), exact)
 
 
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("d, m, P, D", [(8, 64, 2, 6), (32, 1024, 3, 9), (256, 2 ** 13, 3, 70), (1024, 2 ** 13, 2, 17),
+                                        (2048, 2 ** 13, 1, 33), (4096, 2 ** 13, 1, 5)])
+def test_scores_from_bits_of_the_generators(d, m, P, D, dtype):
+    """Every way to pack them: few bits to a word, 32, 64 words; an odd number of generators."""
+    x, *rest = level(d, m, 2, P, D, dtype=dtype)
+    exact = kernels.score_reference(
+        x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))
+    assert_as_exact_as_torch(kernels.score_triton(x, *rest), kernels.score_reference(x.float(), *rest), exact)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("d, m, N, P, D, k", [(8, 64, 5, 4, 9, 3), (64, 1024, 6, 5, 33, 20), (128, 4096, 4, 8, 64, 16),
                                               (128, 2048, 3, 16, 300, 100), (64, 4096, 2, 3, 5, 1)])
@@ -323,6 +352,61 @@ def test_search_is_score_and_select_in_one(use, path, method):
     assert torch.equal(ops.search_children(*arguments, 7, method, rows)[2], z[rows])
 
 
+def group_maxima(z, D):
+    return torch.nn.functional.pad(z.view(len(z), -1, D), (0, -D % 16)).unflatten(2, (-1, 16)).abs().amax(3).flatten(1)
+
+
+@needs_triton
+@pytest.mark.parametrize("d, m, P, D, columns", [
+    (64, 1024, 3, 64, 4096), (64, 4096, 2, 75, 4096), (32, 1024, 4, 9, 4096), (64, 4096, 1, 600, 128),
+    (128, 4096, 2, 256, 4096)])
+def test_the_score_kernel_knows_the_largest_of_every_16_children(monkeypatch, d, m, P, D, columns):
+    """Whatever the number of generators; a NaN is the largest, of a wrong parent all are."""
+    monkeypatch.setattr(kernels, "COLUMNS", columns)
+    x, parents, generators, mean, rstd, low = level(d, m, 4, P, D)
+    x[0, 3], x[1], mean[:], parents[2, -1] = float("inf"), -0.0, mean * (torch.arange(len(mean)) % 3 > 0), low + 7
+    z, D = kernels.score_triton(x, parents, generators, mean, rstd, low), len(generators)
+    again, tops = torch.empty_like(z), torch.empty(4, P * -(-D // 16))
+    kernels.scorer(x, P, generators, mean, rstd, low)(x, parents, again, tops)
+    torch.testing.assert_close(again, z, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(tops, group_maxima(z, D), rtol=0, atol=0, equal_nan=True)
+    assert not tops[~tops.isnan()].signbit().any() and tops[2, -1].isnan() and tops[0].isfinite().sum() == 0
+
+
+@needs_triton
+@pytest.mark.parametrize("m, P, D, k", [(4096, 16, 64, 4), (4096, 12, 75, 4), (2048, 16, 256, 32), (4096, 1, 3000, 20)])
+def test_selection_by_group_maxima_equals_the_reference(m, P, D, k):
+    """Also where all tie, where a NaN or an infinity is in a group, where few groups reach, and where repeats are many:
+    the slow path."""
+    _, parents, generators, *_ = level(64, m, 3, P, D, seed=k)
+    D, rng = len(generators), torch.Generator().manual_seed(k)
+    parents[2] = parents[2, 0] if P > 1 else parents[2]  # every child P times
+    children = (parents[:, :, None] ^ generators).flatten(1)
+    special = torch.randn(3, m, generator=rng)
+    special[:, ::97], special[:, 5::89], special[:, 7::83] = float("inf"), -float("inf"), float("nan")
+    few = torch.zeros(3, m) * -1
+    few[:, ::50] = torch.randn(3, len(few[0, ::50]), generator=rng)
+    for values in (torch.randn(3, m, generator=rng), torch.randint(-3, 4, (3, m), generator=rng).float(),
+                   torch.full((3, m), -2.0), torch.full((3, m), -0.0), special, few):
+        z = values.gather(1, children)
+        indices, coefs = torch.empty(3, k, dtype=torch.int64), torch.empty(3, k)
+        kernels.run(kernels.select_launch(z, parents, generators, indices, coefs, tops=group_maxima(z, D)))
+        expected = kernels.select_reference(z, parents, generators, k)
+        assert torch.equal(indices, expected[0])
+        torch.testing.assert_close(coefs, expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("d, m, P, D, k", [(64, 1024, 8, 64, 16), (128, 4096, 9, 75, 4), (64, 1024, 2, 20, 7)])
+def test_search_in_chunks_with_and_without_group_maxima(d, m, P, D, k):
+    arguments, rows = level(d, m, 5, P, D), torch.tensor([4, 0, 3])
+    z = kernels.score_triton(*arguments)
+    expected = *kernels.select_reference(z, *arguments[1:3], k), z[rows]
+    for most in 1, 2 * z.shape[1], 2 ** 26:
+        for got, want in zip(kernels.search_triton(*arguments, k, rows, most), expected):
+            assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_gradients_equal_autograd_through_the_dense_dictionary(use, path):
     torch.manual_seed(0)
@@ -366,6 +450,7 @@ def test_operators_pass_opcheck():
     indices, coefs = torch.randint(0, 1024, (4, 6)), torch.randn(4, 6, requires_grad=True)
     z = ops.score_children(x, parents, generators, mean, rstd, low)
     x.requires_grad_()
+    levels = torch.randn(1024), 0.5 + torch.rand(1024), [generators], [64, 1024], [3, 5]
     for operator, arguments in [
         (ops.decode_op, (indices, coefs, 64, 1024)),
         (ops.decode_op, (indices, coefs, 64, 1024, torch.bfloat16)),
@@ -381,6 +466,12 @@ def test_operators_pass_opcheck():
         (ops.select_op, (z, parents, generators, 5)),
         (ops.search_op, (x.detach(), parents, generators, mean, rstd, low, 5, torch.tensor([0, 2]), "transform")),
         (ops.attach_op, (torch.randn(4, 6), indices, x, torch.rand(4, 6), 1024)),
+        (ops.encode_op, (x.detach(), *levels, torch.tensor([0, 2]), "transform")),
+        (ops.encode_op, (x.detach(), *levels, torch.tensor([3]), "gemm")),
+        (ops.narrow_op, (x, *levels, torch.tensor([0, 2]), "transform", True)),
+        (ops.narrow_op, (x, *levels, torch.tensor([], dtype=torch.int64), "gemm", False)),
+        (ops.narrow_backward_op, (torch.randn(4, 64), torch.randn(4, 6), None, indices, *torch.randn(2, 4, 64),
+                                  torch.rand(4, 2), torch.rand(4, 6), 1024)),
     ]:
         assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 

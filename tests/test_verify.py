@@ -131,7 +131,13 @@ def test_steps_of_training_find_what_is_wrong_in_them(monkeypatch, tmp_path):
     data.prepare_toy(str(tmp_path / "toy"), tokens=20_000)
     line, = verify.check_training("c", "cpu", True, str(tmp_path / "toy"))
     assert line.passed and line.cases == 10
-    whole = kernels_cpu.decode_like_c
-    monkeypatch.setattr(kernels_cpu, "decode_like_c", lambda i, c, like, m: whole(i, c * (i % 2), like, m))
+    whole = kernels_cpu.narrow_c
+
+    def spoilt(x, *others):
+        _, _, indices, coefs, sampled = whole(x, *others)
+        m = others[3][-1]
+        y, _, norms = kernels_cpu.decode_like_c(indices, coefs * (indices % 2), x, m)
+        return y, norms, indices, coefs, sampled
+    monkeypatch.setattr(kernels_cpu, "narrow_c", spoilt)
     line, = verify.check_training("c", "cpu", True, str(tmp_path / "toy"))
     assert not line.passed and not line.problem
