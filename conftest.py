@@ -13,6 +13,29 @@ import kernels_cpu  # noqa: E402
 import ops  # noqa: E402
 
 
+def patch_once():
+    """Triton's interpreter patches all of triton.language again for every call of one @jit function by another: most
+    of the time of these tests. Once a launch is enough."""
+    from triton.runtime import interpreter
+    launch, patch, scope, done = (interpreter.GridExecutor.__call__, interpreter._patch_lang,
+                                  interpreter._LangPatchScope, set())
+
+    def run(self, *arguments, **options):
+        done.clear()
+        return launch(self, *arguments, **options)
+
+    def patch_language(function):
+        if function in done:
+            return scope()
+        done.add(function)
+        return patch(function)
+    interpreter.GridExecutor.__call__, interpreter._patch_lang = run, patch_language
+
+
+if ops.triton is not None:
+    patch_once()
+
+
 def force_path(path, monkeypatch):
     """All operations on one path.
 
