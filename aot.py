@@ -58,7 +58,7 @@ def paper_launches(arch=90, dtype=torch.bfloat16, tokens=2):
             yield f"d={d} K={K} like x", decode_launch(indices, coefs, y, m, 1.0, x, x, sizes, arch=arch)
             yield f"d={d} K={K}", decode_launch(indices, coefs, y, m, 1.0, x, plus=x, arch=arch)
             yield f"d={d} K={K}", dot_launch(indices, x, coefs, m)
-            yield f"d={d} K={K} like x", dot_launch(indices, x, coefs, m, y, x, sizes, x)
+            yield f"d={d} K={K} like x", dot_launch(indices, x, coefs, m, y, x, sizes, x, coefs, coefs)
         for level, k in enumerate(active):
             indices, coefs = torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k)
             if level == 0:
@@ -76,7 +76,8 @@ def paper_launches(arch=90, dtype=torch.bfloat16, tokens=2):
             # Few tokens, as in generation: pairs of moments, not a table of them.
             yield f"d={d} P={P} D={D} few", score_launch(
                 x, parents, gamma, generators, pairs, columns, low, 2 * low, arch, rows)
-            yield f"d={d} C={P * D} k={k}", select_launch(z, parents, generators, indices, coefs, tops=tops)
+            yield f"d={d} C={P * D} k={k}", select_launch(
+                z, parents, generators, indices, coefs, rstd=moments, tops=tops, scales=coefs)
         # The operators apart, with all scores in memory: no maxima.
         yield f"d={d} P={P} D={D} alone", score_launch(x, parents, gamma, None, moments, columns, low, 2 * low, arch)
         yield f"d={d} C={P * D} k={k} alone", select_launch(z, parents, generators, indices, coefs)

@@ -286,8 +286,17 @@ def plus_minus(sums, term):
     return tl.join(sums + term, sums - term)
 
 
+@jit
+def add_and_scale(s, plus, scales, k, mask):
+    if plus is not None:
+        s = tl.load(plus + k, mask=mask, other=0.0) + s
+    if scales is not None:
+        s *= tl.load(scales + k, mask=mask, other=0.0)
+    return s
+
+
 @jit(do_not_specialize=["K", "m"])
-def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale,
+def dot_kernel(indices, g, packed, out, y, x, sizes, grad, plus, scales, K, m, scale,
                d: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr):
     """out[n, k] = <phi_{indices[n, k]}, g[n]>: one token a program.
 
@@ -300,10 +309,16 @@ def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale,
 
     If y, x and their sizes are given, g is the gradient of y |x| / |y|: with u = y / |y| its gradient
     |x| / |y| (g - u <u, g>) to y takes the place of g, and grad[n] = <u, g> x / |x| is that to x.
+
+    If plus is given, it is added to out; then, if scales are, out is multiplied by them.
     """
     n = tl.program_id(0).to(tl.int64)
     indices += n * K
     out += n * K
+    if plus is not None:
+        plus += n * K
+    if scales is not None:
+        scales += n * K
     g += n * d
     w = tl.arange(0, WORDS)[None, :]
     # Words by eights, groups of four bits, words: warps share the first, so that a table stays in its warp.
@@ -333,7 +348,8 @@ def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale,
         s = tl.load(g + i, mask=basis, other=0.0).to(tl.float32)
         if y is not None:
             s -= tl.load(y + i, mask=basis, other=0.0) * (1.0 / of_y) * along
-        tl.store(out + slot, s * ratio, mask=basis & (slot < K))
+        s = add_and_scale(s * ratio, plus, scales, slot, basis & (slot < K))
+        tl.store(out + slot, s, mask=basis & (slot < K))
     byte = 8 * tl.arange(0, 4)[None, None, :]
     for start in tl.static_range(0, W, WORDS):
         if (W > WORDS) or (y is None):
@@ -362,16 +378,18 @@ def dot_kernel(indices, g, packed, out, y, x, sizes, grad, K, m, scale,
             mine = (to < K) & ((feature < 0) | (feature >= d))
             if start > 0:
                 total += tl.load(out + to, mask=mine, other=0.0)
+            if start + WORDS >= W:
+                total = add_and_scale(total, plus, scales, to, mine)
             tl.store(out + to, tl.where(known, total, float("nan")), mask=mine)
 
 
-def dot_launch(indices, g, out, m, y=None, x=None, sizes=None, grad=None):
+def dot_launch(indices, g, out, m, y=None, x=None, sizes=None, grad=None, plus=None, scales=None):
     d = g.shape[1]
     W = packing(d)[1]
     words = min(W, 64)
     return dot_kernel, (len(indices),), dict(
         indices=indices, g=g, packed=packed_signs(d, m, g.device), out=out, y=y, x=x, sizes=sizes, grad=grad,
-        K=indices.shape[1], m=m, scale=d ** -0.5, d=d, W=W, WORDS=words,
+        plus=plus, scales=scales, K=indices.shape[1], m=m, scale=d ** -0.5, d=d, W=W, WORDS=words,
         SLOTS=triton.next_power_of_2(indices.shape[1]), num_warps=words // 8)
 
 
@@ -381,11 +399,11 @@ def dot_triton(indices, x, m):
     return out
 
 
-def decode_like_backward_triton(indices, grad, y, x, sizes, m):
-    """The gradients of decode_like_triton to coefs (N, K) and to x (N, d)."""
-    of_coefs, of_x = torch.empty(indices.shape, dtype=torch.float32, device=x.device), torch.empty_like(x)
-    run(dot_launch(indices, grad, of_coefs, m, y, x, sizes, of_x))
-    return of_coefs, of_x
+def decode_like_backward_triton(indices, grad, y, x, sizes, m, plus=None, scales=None):
+    """The gradients of decode_like_triton to coefs (N, K), plus `plus`, times `scales`, and to x (N, d)."""
+    to_coefs, to_x = torch.empty(indices.shape, dtype=torch.float32, device=x.device), torch.empty_like(x)
+    run(dot_launch(indices, grad, to_coefs, m, y, x, sizes, to_x, plus, scales))
+    return to_coefs, to_x
 
 # Score
 
@@ -503,8 +521,8 @@ def expand_signs(gamma, b, like, D: tl.constexpr, W: tl.constexpr, BN: tl.conste
     return both.to(like, bitcast=True)
 
 
-@jit(do_not_specialize=["rows", "low", "high"])
-def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, low, high, scale,
+@jit(do_not_specialize=["rows", "low", "high", "parent_row"])
+def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, low, high, parent_row, scale,
                  P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOPS: tl.constexpr, G: tl.constexpr,
                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, PAIRS: tl.constexpr, UPCAST: tl.constexpr):
@@ -527,7 +545,7 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, 
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
     j = tl.program_id(1) * BN + tl.arange(0, BN)
     w = tl.arange(0, W)
-    i = tl.load(parents + r, mask=r < rows, other=0)
+    i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=0)
     i = tl.where((i >= 0) & (i < low), i, 0).to(tl.int32)
     x += (r // P)[:, None] * d
     total = tl.zeros([BM, BN], tl.float64 if UPCAST else tl.float32)
@@ -561,7 +579,7 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, 
             total = tl.dot(flipped, right, total, input_precision="ieee", out_dtype=total.dtype)
             flipped = following
     # The parents again, and by quarters: what is not needed at a time must not take registers.
-    i = tl.load(parents + r, mask=r < rows, other=-1)
+    i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=-1)
     left, right = halves(total.to(tl.float32) * scale, BM, BN)
     first = tl.program_id(1) * BN
     for half in tl.static_range(2):
@@ -594,7 +612,8 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None
     BN = min(BN, max(4 * GROUP, triton.next_power_of_2(D)))  # a quarter of a tile, at least, has a whole group
     return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
         x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
-        moments=moments, z=z, tops=tops, rows=N * P, low=low, high=high, scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
+        moments=moments, z=z, tops=tops, rows=N * P, low=low, high=high,
+        parent_row=parents.stride(0), scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
         TOPS=0 if tops is None else tops.stride(0), G=GROUP,
         d=d, BITS=bits, W=W, BM=BM, BN=BN, num_warps=warps, num_stages=3 if W <= 32 else 2,
         PAIRS=gamma.dtype == torch.int32, UPCAST=triton.knobs.runtime.interpret)
@@ -745,16 +764,49 @@ def group_start(q, D: tl.constexpr, G: tl.constexpr):
     return q * G if D % G == 0 else q // ((D + G - 1) // G) * D + group_column(q, D, G)
 
 
-@jit(do_not_specialize=["k", "keep"])
-def select_kernel(z, tops, mean, rstd, parents, generators, indices, coefs, scratch, k, keep,
-                  P: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
-                  THREADS: tl.constexpr):
+@jit
+def store_found(indices, coefs, scales, rstd, m, place, i, value, mask):
+    tl.store(indices + place, i, mask=mask)
+    tl.store(coefs + place, value, mask=mask)
+    if scales is not None:
+        tl.store(scales + place, tl.load(rstd + i, mask=mask & (i < m), other=float("nan")), mask=mask)
+
+
+@jit
+def best_of_list(z, mean, rstd, parents, generators, scratch, indices, coefs, scales, m, listed, k,
+                 D: tl.constexpr, S: tl.constexpr):
+    """Of the candidates listed in scratch, at most S, the k best distinct ones are the result, if so many there are:
+    -> their number."""
+    slot = tl.arange(0, S)
+    live = slot < listed
+    chosen = tl.load(scratch.to(tl.pointer_type(tl.int32)) + slot, mask=live, other=0)
+    key = sort_keys(candidate_scores(z, mean, rstd, chosen, live), parents, generators, chosen, live, D)
+    key = tl.sort(key, descending=True)
+    tl.debug_barrier()  # all have read the list before the keys overwrite it
+    tl.store(scratch + slot, key)
+    tl.debug_barrier()
+    before = tl.load(scratch + slot - 1, mask=slot > 0, other=-1)
+    fresh = (live & (key != before)).to(tl.int32)
+    rank = tl.cumsum(fresh, 0) - 1
+    found = tl.sum(fresh, 0)
+    keep = (fresh > 0) & (rank < k) & (found >= k)
+    store_found(indices, coefs, scales, rstd, m, rank, key_index(key).to(tl.int64), key_value(key), keep)
+    return found
+
+
+@jit(do_not_specialize=["m", "k", "keep", "found_row", "parent_row"])
+def select_kernel(z, tops, mean, rstd, parents, generators, indices, coefs, scales, scratch, m, k, keep,
+                  found_row, parent_row, P: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
+                  S: tl.constexpr, THREADS: tl.constexpr):
     """The k distinct candidates of a token with the largest |z|, largest first, ties to the lower index.
 
     The candidates are dealt to BLOCK groups. A threshold that `keep` group maxima reach is reached by at least
     `keep` candidates and hardly more: those are listed in scratch, sorted, and freed of repeats. Where that
-    leaves fewer than k, or more than S were listed (many ties), the next largest is looked for k times over.
-    Without parents candidate c is feature c.
+    leaves fewer than k, or more than 2 S were listed (many ties), the next largest is looked for k times over.
+    Without parents candidate c is feature c, and z the input, with the mean and rstd of its coordinates.
+
+    The result is k columns of rows of found_row elements, the parents are columns of rows of parent_row. scales, if
+    given, takes 1/std of the features found; rstd then has it of all m.
 
     tops, if given, has the largest |z| of every G candidates of a parent. These are then dealt and listed in place of
     the candidates, and z is read only where they reach the threshold.
@@ -767,10 +819,13 @@ def select_kernel(z, tops, mean, rstd, parents, generators, indices, coefs, scra
     if tops is not None:
         items = tops + n * ITEMS
     if parents is not None:
-        parents += n * P
-    scratch += n * S
+        parents += n * parent_row
+    scratch += n * (2 * S)
+    indices += n * found_row
+    coefs += n * found_row
+    if scales is not None:
+        scales += n * found_row
     lane = tl.max_contiguous(tl.arange(0, BLOCK), 1)  # one at a time: a list is then written by the threads that read z
-    slot = tl.arange(0, S)
 
     # |z| without its sign bit, shifted: one instruction that the multiplier may take.
     top = tl.zeros([BLOCK], tl.uint32)
@@ -793,7 +848,7 @@ def select_kernel(z, tops, mean, rstd, parents, generators, indices, coefs, scra
 
     listed = threshold * 0
     places = scratch.to(tl.pointer_type(tl.int32))
-    listing = places if tops is None else places + S  # groups lie behind the candidates
+    listing = places if tops is None else places + 2 * S  # groups lie behind the candidates
     for first in range(0, ITEMS, 16 * BLOCK):
         hits = tl.zeros([BLOCK], tl.int32)  # of a lane's next 16: which reach the threshold, and above bit 16 how many
         for turn in range(min(16, (ITEMS + BLOCK - 1) // BLOCK)):
@@ -809,14 +864,13 @@ def select_kernel(z, tops, mean, rstd, parents, generators, indices, coefs, scra
         while tl.max(hits, 0) > 0:  # a lane seldom has more than two
             bit = hits & -hits
             c = first + bit_place(bit) * BLOCK + lane
-            tl.store(listing + to, c, mask=(hits > 0) & (to < S))
+            tl.store(listing + to, c, mask=(hits > 0) & (to < 2 * S))
             to += 1
             hits ^= bit
-    crowded = listed > S
     if tops is not None:
         tl.debug_barrier()  # scratch is written and read by different threads
-        groups = tl.minimum(listed, S)
-        listed = threshold * 0
+        groups = tl.minimum(listed, 2 * S)
+        listed = tl.where(listed > 2 * S, 2 * S + 1, 0)
         ROWS: tl.constexpr = 16 * THREADS // G
         row = tl.arange(0, ROWS)
         element = tl.arange(0, G)[None, :]
@@ -839,71 +893,77 @@ def select_kernel(z, tops, mean, rstd, parents, generators, indices, coefs, scra
                 place = bit_place(bit)
                 q = tl.load(listing + first + place // 4 * (ROWS // 4) + thread // (G // 4), mask=hits > 0, other=0)
                 c = group_start(q, D, G) + thread % (G // 4) * 4 + place % 4
-                tl.store(places + to, c, mask=(hits > 0) & (to < S))
+                tl.store(places + to, c, mask=(hits > 0) & (to < 2 * S))
                 to += 1
                 hits ^= bit
-        crowded |= listed > S
     tl.debug_barrier()  # scratch is written and read by different threads
-    live = slot < listed
-    chosen = tl.load(places + slot, mask=live, other=0)
-    key = sort_keys(candidate_scores(z, mean, rstd, chosen, live), parents, generators, chosen, live, D)
-    key = tl.sort(key, descending=True)
-    tl.debug_barrier()  # all have read the list before the keys overwrite it
-    tl.store(scratch + slot, key)
-    tl.debug_barrier()
-    before = tl.load(scratch + slot - 1, mask=slot > 0, other=-1)
-    fresh = (live & (key != before)).to(tl.int32)
-    rank = tl.cumsum(fresh, 0) - 1
-    found = tl.sum(fresh, 0)
-    if (not crowded) & (found >= k):
-        tl.store(indices + n * k + rank, key_index(key).to(tl.int64), mask=(fresh > 0) & (rank < k))
-        tl.store(coefs + n * k + rank, key_value(key), mask=(fresh > 0) & (rank < k))
-    else:
-        last = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-        for place in range(k):
-            best = tl.full([], -1, tl.int64)
-            for start in range(0, C, BLOCK):
-                c = start + lane
-                keys = sort_keys(candidate_scores(z, mean, rstd, c, c < C), parents, generators, c, c < C, D)
-                best = tl.maximum(best, tl.max(tl.where(keys < last, keys, -1), 0))
-            value = tl.where(best < 0, 0.0, key_value(best))  # fewer than k distinct: repeat the last, at zero
-            last = tl.where(best < 0, last, best)
-            tl.store(indices + n * k + place, key_index(last).to(tl.int64))
-            tl.store(coefs + n * k + place, value)
+    # Mostly half of the list is empty, and to sort it takes less than half as long.
+    if listed <= S:
+        if best_of_list(z, mean, rstd, parents, generators, scratch, indices, coefs, scales, m, listed, k, D,
+                        S) >= k:
+            return
+    if (listed > S) & (listed <= 2 * S):
+        if best_of_list(z, mean, rstd, parents, generators, scratch, indices, coefs, scales, m, listed, k, D,
+                        2 * S) >= k:
+            return
+    last = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for place in range(k):
+        best = tl.full([], -1, tl.int64)
+        for start in range(0, C, BLOCK):
+            c = start + lane
+            keys = sort_keys(candidate_scores(z, mean, rstd, c, c < C), parents, generators, c, c < C, D)
+            best = tl.maximum(best, tl.max(tl.where(keys < last, keys, -1), 0))
+        value = tl.where(best < 0, 0.0, key_value(best))  # fewer than k distinct: repeat the last, at zero
+        last = tl.where(best < 0, last, best)
+        store_found(indices, coefs, scales, rstd, m, place, key_index(last).to(tl.int64), value, True)
 
 
 def spare(k):
-    """How many candidates to look at for k: repeats drop out."""
-    return k + max(16, k // 4)
+    """How many children to look at for k: repeats drop out."""
+    return k + max(8, k // 4)
 
 
-def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None, tops=None):
+def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None, tops=None, scales=None):
+    """indices, coefs, scales (N, k): some columns of one shape. With scales, rstd is that of all features."""
     N, k = indices.shape
     P, D = (1, z.shape[1]) if parents is None else (parents.shape[1], len(generators))
     if k > 1024:
         raise ValueError(f"the kernel selects at most 1024 features of a level, not {k}: lower `active`")
-    keep = spare(k)
+    keep = k if parents is None else spare(k)
     BLOCK = max(256, triton.next_power_of_2(4 * keep))
-    S = triton.next_power_of_2(3 * keep // 2)
+    S = triton.next_power_of_2(5 * keep // 4)  # of normally distributed scores hardly more reach the threshold
     warps = 1 if BLOCK <= 512 else BLOCK // 256
-    scratch = torch.empty(N, S, dtype=torch.int64, device=z.device)
+    scratch = torch.empty(N, 2 * S, dtype=torch.int64, device=z.device)
     return select_kernel, (N,), dict(
         z=z, tops=tops, mean=mean, rstd=rstd, parents=parents, generators=generators, indices=indices, coefs=coefs,
-        scratch=scratch, k=k, keep=keep, P=P, D=D, G=GROUP, BLOCK=BLOCK, S=S, THREADS=32 * warps, num_warps=warps)
+        scales=scales, scratch=scratch, m=0 if rstd is None else len(rstd), k=k, keep=keep,
+        found_row=indices.stride(0), parent_row=0 if parents is None else parents.stride(0),
+        P=P, D=D, G=GROUP, BLOCK=BLOCK, S=S, THREADS=32 * warps, num_warps=warps)
+
+
+def result(N, k, device, scales=False):
+    """Room for the indices, coefficients and, if wanted, 1/std of k features a token: what a selection fills."""
+    kinds = (torch.int64, torch.float32, torch.float32)[: 3 if scales else 2]
+    return [torch.empty(N, k, dtype=kind, device=device) for kind in kinds]
 
 
 def select_triton(z, parents, generators, k):
-    indices = torch.empty(len(z), k, dtype=torch.int64, device=z.device)
-    coefs = torch.empty(len(z), k, dtype=torch.float32, device=z.device)
-    run(select_launch(z, parents, generators, indices, coefs))
-    return indices, coefs
+    found = result(len(z), k, z.device)
+    run(select_launch(z, parents, generators, *found))
+    return tuple(found)
 
 
-def search_triton(x, parents, generators, mean, rstd, low, k, rows, most=2 ** 26):
-    """Both in one, and the scores of the tokens `rows`: of at most `most` scores at a time (256 MB)."""
-    (N, P), D = parents.shape, len(generators)
-    indices = torch.empty(N, k, dtype=torch.int64, device=x.device)
-    coefs = torch.empty(N, k, dtype=torch.float32, device=x.device)
+def basis_triton(x, mean, rstd, found):
+    """Level 0: the coordinates of x with the largest |z| fill `found`; z = (x - mean) * rstd is never in memory."""
+    indices, coefs, *scales = found
+    run(select_launch(x, None, None, indices, coefs, mean, rstd, scales=scales[0] if scales else None))
+    return found
+
+
+def search_triton(x, parents, generators, mean, rstd, low, found, rows, whole=None, most=2 ** 26):
+    """Score and select in one: the best children fill `found`; z of the tokens `rows` is the result. Of at most `most`
+    scores at a time (256 MB). whole: 1/std of all features, if `found` has room for it."""
+    (N, P), D, k = parents.shape, len(generators), found[0].shape[1]
     sampled = torch.empty(len(rows), P * D, dtype=torch.float32, device=x.device)
     score, groups = scorer(x, P, generators, mean, rstd, low), P * triton.cdiv(D, GROUP)
     size = max(1, min(N, most // (P * D)))
@@ -914,18 +974,26 @@ def search_triton(x, parents, generators, mean, rstd, low, k, rows, most=2 ** 26
         part = slice(start, min(start + size, N))
         here, some = z[: part.stop - start], None if tops is None else tops[: part.stop - start]
         score(x[part], parents[part], here, some)
-        run(select_launch(here, parents[part], generators, indices[part], coefs[part], tops=some))
+        indices, coefs, *scales = (tensor[part] for tensor in found)
+        run(select_launch(here, parents[part], generators, indices, coefs, rstd=whole, tops=some,
+                          scales=scales[0] if scales else None))
         inside = (rows >= start) & (rows < part.stop)
         sampled = torch.where(inside[:, None], here[(rows - start).clamp(0, len(here) - 1)], sampled)
-    return indices, coefs, sampled
+    return sampled
 
 
-def basis_triton(x, mean, rstd, k):
-    """Level 0: the k coordinates of x of largest |z|, z = (x - mean) * rstd, and their z. z is never in memory."""
-    indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
-    coefs = torch.empty(len(x), k, dtype=torch.float32, device=x.device)
-    run(select_launch(x, None, None, indices, coefs, mean, rstd))
-    return indices, coefs
+def encode_triton(x, mean, var, generators, lows, active, rows, scales=False):
+    """All levels: (indices, z and, if wanted, 1/std of the active features, (N, K) each), and z of the candidates of
+    the tokens `rows`, (R, sum of P*D)."""
+    rstd, d = var.rsqrt(), lows[0]
+    found = result(len(x), sum(active), x.device, scales)
+    first, *others = zip(*(tensor.split(active, 1) for tensor in found))
+    basis_triton(x, mean[:d], rstd[:d], first)
+    sampled, parents = [mean.new_empty(len(rows), 0)], first[0]
+    for words, low, high, columns in zip(generators, lows, lows[1:], others):
+        sampled.append(search_triton(x, parents, words, mean[low:high], rstd[low:high], low, columns, rows, rstd))
+        parents = columns[0]
+    return found, torch.cat(sampled, 1)
 
 # Collect: the sums that the running moments are made of. Its tokens are few, so plain torch serves a GPU too.
 

@@ -107,10 +107,6 @@ def decode_like(indices, coefs, like, m):
 @torch.library.custom_op("parity::decode_like_backward", mutates_args=())
 def decode_like_backward_op(indices: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, like: torch.Tensor,
                             norms: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return decode_like_gradients(indices, grad, y, like, norms, m)
-
-
-def decode_like_gradients(indices, grad, y, like, norms, m):
     way = kernels_cpu.decode_like_backward_c if backend(like) == "c" else kernels.decode_like_backward_triton
     return way(indices.contiguous(), grad.contiguous(), y, like.contiguous(), norms, m)
 
@@ -169,7 +165,7 @@ def basis_op(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, k: int) ->
 def basis(x, mean, rstd, k):
     path = backend(x)
     if path == "triton":
-        return kernels.basis_triton(x.contiguous(), mean, rstd, k)
+        return tuple(kernels.basis_triton(x.contiguous(), mean, rstd, kernels.result(len(x), k, x.device)))
     return (kernels_cpu.basis_c if path == "c" else kernels.basis_reference)(wide(x).contiguous(), mean, rstd, k)
 
 
@@ -188,7 +184,9 @@ def search(x, parents, generators, mean, rstd, low, k, rows, method):
         return kernels_cpu.search_transform_c(wide(x).contiguous(), parents.contiguous(), generators, mean, rstd, low,
                                               k, rows)
     if backend(x) == "triton":
-        return kernels.search_triton(x.contiguous(), parents.contiguous(), generators, mean, rstd, low, k, rows)
+        found = kernels.result(len(x), k, x.device)
+        return *found, kernels.search_triton(x.contiguous(), parents.contiguous(), generators, mean, rstd, low, found,
+                                             rows)
     C = parents.shape[1] * len(generators)
     indices = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
     coefs = torch.empty(len(x), k, dtype=wide(x[:0]).dtype, device=x.device)
@@ -214,8 +212,11 @@ def encode(x, mean, var, generators, lows, active, rows, method):
     and z of all candidates of the tokens `rows`, (R, sum of P*D), or of none."""
     if in_one(x, generators, lows, active, method):
         return kernels_cpu.narrow_c(wide(x).contiguous(), mean, var, generators, lows, active, rows, False)[2:]
-    rstd = var.rsqrt()
     rows = no_rows(x) if rows is None else rows
+    if backend(x) == "triton":
+        found, sampled = kernels.encode_triton(x.contiguous(), mean, var, generators, lows, active, rows)
+        return *found, sampled
+    rstd = var.rsqrt()
     found, sampled = [basis(x, mean[: lows[0]], rstd[: lows[0]], active[0])], []
     for words, low, high, P, k in zip(generators, lows, lows[1:], active, active[1:]):
         way = choose_method(method, x.device, lows[0], P, len(words), high - low)
@@ -246,21 +247,28 @@ def all_by_transform(method, d, fans, *levels):
 def narrow_op(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, generators: list[torch.Tensor], lows: list[int],
               active: list[int], rows: torch.Tensor, method: str,
               again: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-                                    torch.Tensor, torch.Tensor]:
-    """encode, then decode_like: y; indices; coefs; the scores of `rows`; before and norms of decode_like; and x, if
-    `again`: what else the loss makes of x then meets the gradient of y in one sum."""
-    y, before, norms, *code = narrow(x, mean, var, generators, lows, active, rows, method)
+                                    torch.Tensor, torch.Tensor, torch.Tensor]:
+    """encode, then decode_like: y; indices; coefs; the scores of `rows`; before and norms of decode_like; 1/std of the
+    active features; and x, if `again`: what else the loss makes of x then meets the gradient of y in one sum."""
+    (y, before, norms), indices, *code, scales = narrow(x, mean, var, generators, lows, active, rows, method, True)
     before = norms.new_empty(0, lows[0]) if before is None else before
-    return y, *code, before, norms, x.clone() if again else x.new_empty(0)
+    return y, indices, *code, before, norms, scales, x.clone() if again else x.new_empty(0)
 
 
 @exact
-def narrow(x, mean, var, generators, lows, active, rows, method):
+def narrow(x, mean, var, generators, lows, active, rows, method, scales=False):
+    """(what decode_like gives); indices; coefs; the scores of `rows`; 1/std of the active features, if `scales`."""
+    level = mean, var, generators, lows, active
     if in_one(x, generators, lows, active, method):
-        y, norms, *code = kernels_cpu.narrow_c(x.contiguous(), mean, var, generators, lows, active, rows)
-        return y, None, norms, *code
-    indices, coefs, sampled = encode(x, mean, var, generators, lows, active, rows, method)
-    return *decode_like(indices, coefs, x, lows[-1]), indices, coefs, sampled
+        y, norms, indices, *code = kernels_cpu.narrow_c(x.contiguous(), *level, rows)
+        y = y, None, norms
+    elif backend(x) == "triton":
+        found, sampled = kernels.encode_triton(x.contiguous(), *level, no_rows(x) if rows is None else rows, scales)
+        return decode_like(*found[:2], x, lows[-1]), *found[:2], sampled, found[-1]
+    else:
+        indices, *code = encode(x, *level, rows, method)
+        y = decode_like(indices, code[0], x, lows[-1])
+    return y, indices, *code, var[indices].rsqrt() if scales else None
 
 
 @torch.library.custom_op("parity::narrow_backward", mutates_args=())
@@ -272,8 +280,9 @@ def narrow_backward_op(grad: torch.Tensor, of_coefs: torch.Tensor | None, others
     if backend(x) == "c":
         given = [None if tensor is None else tensor.contiguous() for tensor in (of_coefs, others)]
         return kernels_cpu.narrow_backward_c(indices, grad.contiguous(), *given, y, x.contiguous(), norms, scales, m)
-    to_coefs, to_x = decode_like_gradients(indices, grad, y, x, norms, m)
-    to_coefs = (to_coefs if of_coefs is None else of_coefs + to_coefs).mul_(scales)
+    of_coefs = None if of_coefs is None else of_coefs.contiguous()
+    to_coefs, to_x = kernels.decode_like_backward_triton(indices, grad.contiguous(), y, x.contiguous(), norms, m,
+                                                         of_coefs, scales)
     to_x = to_x if others is None else others + to_x
     return kernels.decode_triton(indices, to_coefs, x.shape[1], m, x.dtype, to_x)
 
@@ -350,7 +359,7 @@ def _(x, mean, var, generators, lows, active, rows, method, again):
     coefs = wide(x).new_empty(x.shape[0], sum(active))
     before = coefs.new_empty(0 if backend(x) == "c" else x.shape[0], lows[0])
     return (x.new_empty(x.shape), torch.empty_like(coefs, dtype=torch.int64), coefs, coefs.new_empty(rows.shape[0], C),
-            before, coefs.new_empty(x.shape[0], 2), x.new_empty(x.shape if again else 0))
+            before, coefs.new_empty(x.shape[0], 2), torch.empty_like(coefs), x.new_empty(x.shape if again else 0))
 
 
 @narrow_backward_op.register_fake
@@ -412,12 +421,11 @@ def score_backward(ctx, grad):
 
 
 def save_narrow(ctx, inputs, output):
-    x, _, var, _, lows = inputs[:5]
-    y, indices, _, sampled, before, norms, _ = output
-    # What a coefficient has of its score is looked up now: the moments may have moved when the gradient comes.
-    ctx.save_for_backward(indices, y if backend(x) == "c" else before, x, norms, var[indices].rsqrt())
+    x, lows = inputs[0], inputs[4]
+    y, indices, _, sampled, before, norms, scales, _ = output  # the moments may have moved when the gradient comes
+    ctx.save_for_backward(indices, y if backend(x) == "c" else before, x, norms, scales)
     ctx.m, ctx.levels = lows[-1], len(lows) - 1
-    ctx.mark_non_differentiable(indices, sampled, before, norms)
+    ctx.mark_non_differentiable(indices, sampled, before, norms, scales)
     ctx.set_materialize_grads(False)
 
 
@@ -662,7 +670,7 @@ def narrow_features(x, mean, var, generators, lows, active, method="auto", rows=
     given = x if backend(x) == "triton" else wide(x)
     levels = *moments_like(x, mean, var), generators, lows, active
     if eager(x):
-        y, _, _, *code = narrow(given, *levels, rows, method)
+        (y, _, _), *code, _ = narrow(given, *levels, rows, method)
         return y.to(x.dtype), *code, x
-    y, *code, _, _, same = narrow_op(given, *levels, no_rows(x) if rows is None else rows, method, again)
+    y, *code, _, _, _, same = narrow_op(given, *levels, no_rows(x) if rows is None else rows, method, again)
     return y.to(x.dtype), *code, same if again else x

@@ -52,7 +52,7 @@ PASS = 16384                             # tokens of one forward pass: what is m
 TOKENS = 64                              # of the launches that are compiled: a multiple of what one program takes
 # Turns of the selection's searching loops: halvings; the most that a lane, or a thread in the groups, has to list.
 # test_predict.py has where from.
-BISECTIONS, REPEATS, HITS = 5.5, 2.3, 2.9
+BISECTIONS, REPEATS, HITS = 5.5, 1.4, 2.9
 ANALYSED = {}                            # H100 and H200 run the same machine code
 
 
@@ -185,12 +185,12 @@ def step_kernels(config, cache):
                  l2=moved + 2 * d + 8 + again, **adding)          # reads x, for its norm
     yield Kernel("decode back", kernels.decode_launch(indices, coefs, y, m, 1.0, x, plus=x), memory=moved + 2 * d,
                  l2=moved + 2 * d + again, **adding)              # reads the gradient of the norm, and adds to it
-    moved = 12 * K + 4 * d + 3 * 2 * d + 8                        # y; the gradient, x and its gradient
-    launch = kernels.dot_launch(indices, x, coefs, m, y, x, sizes, x)
+    moved = 16 * K + 4 * d + 3 * 2 * d + 8                        # 1/std; y; the gradient, x and its gradient
+    launch = kernels.dot_launch(indices, x, coefs, m, y, x, sizes, x, scales=coefs)
     looked_up = 8 * launch[2]["WORDS"] / launch[2]["num_warps"]   # eight groups of four signs in a word
     yield Kernel("dot back", launch, [Loop("SHFL", looked_up, math.ceil(hashed / 32))], TOKENS, moved, moved + signs)
     for level, k in enumerate(active):
-        indices, coefs = torch.empty(TOKENS, k, dtype=torch.int64), torch.empty(TOKENS, k)
+        found = [tensor[:, :k] for tensor in (indices, coefs)]
         if level:
             P, D, low = active[level - 1], config.children[level - 1], 2 ** config.bits[level - 1]
             C = P * D
@@ -212,37 +212,37 @@ def step_kernels(config, cache):
                          moved + 8 * C * (8 * low * D > cache / 2),
                          # The parents of a token find its x in L1.
                          moved + 8 * C + gamma.nbytes * P / tile["BM"], flops=2 * C * d)
-            launch = kernels.select_launch(z, parents, generators, indices, coefs, tops=tops)
+            launch = kernels.select_launch(z, parents, generators, *found, rstd=torch.empty(m), tops=tops,
+                                           scales=found[1])
             tile = launch[2]
             groups = tile["keep"] + tile["keep"] // 8  # the most that reach the threshold, but for ties
-            moved = 4 * tops.shape[1] + 4 * groups * tile["G"] + 8 * P + 12 * k
+            moved = 4 * tops.shape[1] + 4 * groups * tile["G"] + 8 * P + 16 * k
             again = 4 * tops.shape[1] + 8 * groups  # two scans of the maxima; the list of groups
             items = tops.shape[1]
             loops = [Loop("LDG.E.128", 4, math.ceil(groups * tile["G"] / 16 / tile["THREADS"])), Loop("LDG", 1, HITS)]
         else:
-            moved = 2 * d + 12 * k
+            moved = 2 * d + 16 * k
             again = 8 * d  # mean and 1/std; the second scan finds them and x in L1
-            launch = kernels.select_launch(x, None, None, indices, coefs, torch.empty(d), torch.empty(d))
+            launch = kernels.select_launch(x, None, None, *found, torch.empty(d), torch.empty(d), scales=found[1])
             tile, items, loops = launch[2], d, []
         lanes = tile["BLOCK"] / 32 / tile["num_warps"]
         loops += [Loop("I2F", lanes, min(REPEATS, items / tile["BLOCK"])),
                   Loop("LDG", 3 * lanes, items / tile["BLOCK"]), Loop("C?REDUX", 1, BISECTIONS)]
-        yield Kernel(f"select {level}", launch, loops, TOKENS, moved, moved + again + 16 * tile["S"])
+        yield Kernel(f"select {level}", launch, loops, TOKENS, moved,
+                     moved + again + 16 * tile["S"] + 32 * k)  # the list; 1/std
 
 
 def other_bytes(config):
     """Bytes of a token in plain torch around the kernels.
 
     A coordinate, 2: read x for the sums of level 0.
-    An active feature, 80: index and coefficient joined over the levels (24), 1/std looked up (44), gradient times
-    1/std (12).
     A candidate of the 64 to 127 sampled tokens of a step, 450: sorted and added up.
     Once a pass: the signs of the generators, an integer for each, shifted, masked and added up (24), and mean and
     1/std of every feature side by side (24).
     """
     candidates = sum(P * D for P, D in zip(config.active, config.children))
     once = 24 * config.d * sum(config.children) + 24 * 2 ** config.bits[-1]
-    return 2 * config.d + 80 * sum(config.active) + 450 * candidates * 127 / config.batch_tokens + once / PASS
+    return 2 * config.d + 450 * candidates * 127 / config.batch_tokens + once / PASS
 
 
 def dense_flops(config):
