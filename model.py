@@ -300,7 +300,8 @@ class GPT(nn.Module):
         forced (B, n): what the first n steps give, where it is not -1. Prompts of several lengths go into one batch so,
         without padding: what the longer ones have more than the shortest is forced.
         temperature 0 is greedy. When the context is full, generation goes on from its second half. `cached=False`
-        recomputes everything at every step: the same tokens, slowly.
+        recomputes everything at every step: the same tokens, slowly. On a GPU, without edit and patch, a step is
+        replayed as a CUDA graph.
         """
         if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(f"temperature={temperature} must be at least 0, top_k={top_k} at least 1, "
@@ -312,8 +313,16 @@ class GPT(nn.Module):
         window, cache = tokens[:, -context:], Cache() if cached else None
         ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         fresh = window  # what the cache has not seen
+        replay, graph = None, cached and edit is None and patch is None and worth_a_graph(tokens, count)
         for step in range(count):
-            logits = self(fresh if cached else window, edit=edit, patch=patch, cache=cache)[:, -1].float()
+            if graph and cache.length:
+                if replay is None:
+                    replay = Replay(self, fresh, cache, min(context, window.shape[1] + count))
+                logits = replay(fresh)
+            else:
+                logits = self(fresh if cached else window, edit=edit, patch=patch, cache=cache)[:, -1].float()
+                if replay is not None:  # the context was full
+                    replay.cache.load(cache)
             chosen = sample(logits, temperature, top_k, top_p, rng)
             if forced is not None and step < forced.shape[1]:
                 chosen = torch.where(forced[:, step] < 0, chosen, forced[:, step])
@@ -390,3 +399,79 @@ class Cache:
         new = slice(self.length, self.length + T)
         self.store[layer][0][:, :, new], self.store[layer][1][:, :, new] = k, v
         return self.store[layer][:, :, :, : self.length + T]
+
+
+# Generation on a GPU: a token is hundreds of kernels, so short that the launches are what takes the time
+
+
+def worth_a_graph(tokens, count):
+    return tokens.is_cuda and count >= 16
+
+
+class Fixed(Cache):
+    """A Cache whose tensors stay where they are, whatever its length: so a CUDA graph can use it.
+
+    The place of the next token is a tensor, too. What lies behind it is not seen, so it may be anything finite.
+    """
+
+    def __init__(self, cache, room):
+        super().__init__()
+        self.place = torch.zeros(1, dtype=torch.int64, device=next(iter(cache.store.values())).device)
+        self.store = {layer: kept.new_zeros(*kept.shape[:3], room, kept.shape[4])
+                      for layer, kept in cache.store.items()}
+
+    def load(self, cache):
+        self.length = cache.length
+        self.place.fill_(cache.length)
+        for layer, kept in cache.store.items():
+            self.store[layer][:, :, :, : cache.length] = kept[:, :, :, : cache.length]
+
+    def places(self, T):
+        return self.place
+
+    def seen(self, T, device):
+        return torch.arange(next(iter(self.store.values())).shape[3], device=device) <= self.place[:, None]
+
+    def extend(self, layer, k, v):
+        for kept, new in zip(self.store[layer], (k, v)):
+            kept.index_copy_(2, self.place, new)
+        return self.store[layer]
+
+
+class Replay:
+    """replay(tokens (B, 1)) -> logits (B, V) of the next token: the model's step as one CUDA graph, one launch for all.
+
+    Captured once for a generation, with room for so many tokens in its cache. After the context was full cache.load()
+    starts it anew.
+    """
+
+    def __init__(self, model, tokens, cache, room):
+        self.tokens, self.cache = tokens.clone(), Fixed(cache, room)
+
+        def step():
+            logits = model(self.tokens, cache=self.cache)[:, -1].float()
+            self.cache.place += 1
+            return logits
+        self.step = captured(step)
+        self.cache.load(cache)
+
+    def __call__(self, tokens):
+        self.tokens.copy_(tokens)
+        return self.step()
+
+
+def captured(step):
+    """A function that does on the GPU again what step() does there, in the same memory."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is made at first use is made outside of the graph
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def replay():
+        graph.replay()
+        return result
+    return replay

@@ -11,7 +11,8 @@ distinct ones in random order, so that every row of a large launch meets its ref
 
 where exact is the reference in float64, plain the same in float32 and eps that of the result's type. What is chosen
 must be equal: the reference chooses from the very scores that the kernel made. A line of the table is the worst of all
-N. Last, tiny is trained for a hundred steps here and on the CPU from one seed, both in float32.
+N. Then tiny is trained for a hundred steps here and on the CPU from one seed, both in float32; and on a GPU the CUDA
+graph that generation replays is compared with plain passes.
 
 OPERATIONS is the table of what is checked; SHAPES of where.
 """
@@ -33,7 +34,7 @@ import ops
 from dpb import DeepParityBottleneck, update_moments
 from helpers import UserError, check_writable, first_line, print_row, provenance, run_script, write_json
 from kernels import basis_reference, select_reference
-from model import GPT
+from model import GPT, Cache, Replay
 from optim import MuonAdam, schedule, split_parameters
 from ranks import pick_device
 
@@ -293,8 +294,7 @@ def bottleneck(s, tokens):
     """Forward and backward as in training; the reference is given the features that were chosen."""
     t, distinct = s.of(tokens), int(tokens.max()) + 1
     s.module.train()
-    code = s.module.encode(t["x"])
-    y = s.module.decode(code, like=t["x"])
+    code, y, _ = s.module.narrow(t["x"])
     got = code.coefs, y, torch.autograd.grad(y, t["x"], t["grad"])[0]
     chosen = code.indices[:distinct]
     yield "bottleneck: indices", code.indices, chosen[tokens]
@@ -327,6 +327,8 @@ OPERATIONS = {  # name for --only: the check, and whether the type of x matters
     "collect": (collect, False),
     "bottleneck": (bottleneck, True),
 }
+
+NAMES = *OPERATIONS, "train", "replay"
 
 
 # The table
@@ -428,8 +430,29 @@ def check_training(path, device, quick, folder):
     return [line]
 
 
+@torch.no_grad()
+def check_replay(path, device):
+    """Generation's step, replayed at place after place, against plain passes over all tokens so far."""
+    torch.set_float32_matmul_precision("highest")
+    line = Line(path, "generation by CUDA graph", "tiny", "float32", allowed=1e-3)
+    try:
+        model = GPT(configs.load([os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs", "tiny.py")]))
+        tokens = torch.randint(0, 2048, (4, 40), generator=torch.Generator().manual_seed(0)).to(device)
+        model, cache = model.to(device).eval(), Cache()
+        with using(path):
+            model(tokens[:, :10], cache=cache)
+            replay = Replay(model, tokens[:, 10:11], cache, 40)
+            for place in range(10, 40):
+                got, plain = replay(tokens[:, place : place + 1]), model(tokens[:, : place + 1])[:, -1]
+                line.error = max(line.error, ((got - plain).abs().max() / plain.abs().max()).item())
+                line.cases += 1
+    except Exception as error:
+        line.problem = f"{type(error).__name__}: {first_line(error)}"
+    return [line]
+
+
 def run_job(arguments):
-    return check_training(*arguments[1:]) if arguments[0] == "train" else check_shape(*arguments[1:])
+    return {"train": check_training, "replay": check_replay, "shape": check_shape}[arguments[0]](*arguments[1:])
 
 
 def list_jobs(paths, device, quick, only, folder):
@@ -437,9 +460,11 @@ def list_jobs(paths, device, quick, only, folder):
     for path in paths:
         if "train" in only:
             yield "train", path, device, quick, folder
+        if "replay" in only and torch.device(device).type == "cuda":
+            yield "replay", path, device
         for name in QUICK if quick else SHAPES:
             for dtype in DTYPES:
-                yield "shape", path, name, dtype, device, quick, [name for name in only if name != "train"]
+                yield "shape", path, name, dtype, device, quick, [name for name in only if name in OPERATIONS]
 
 
 def find_paths(device):
@@ -470,7 +495,7 @@ def verify(paths, device, quick, only, folder, workers=0):
             try:
                 yield from future.result()
             except Exception as error:  # the process died
-                yield Line(job[1], *(("training", "tiny", "float32") if job[0] == "train" else ("all", *job[2:4])),
+                yield Line(job[1], *(("all", *job[2:4]) if job[0] == "shape" else (job[0], "tiny", "float32")),
                            problem=f"{type(error).__name__}: {first_line(error)}")
 
 
@@ -498,13 +523,13 @@ def main(arguments):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--quick", action="store_true", help="small shapes, few tokens")
-    parser.add_argument("--only", default=",".join([*OPERATIONS, "train"]), help="of %(default)s")
+    parser.add_argument("--only", default=",".join(NAMES), help="of %(default)s")
     parser.add_argument("--json", metavar="FILE", help="a file for the lines of the table")
     options = parser.parse_args(arguments)
     only = options.only.split(",")
-    unknown = [name for name in only if name not in OPERATIONS and name != "train"]
+    unknown = [name for name in only if name not in NAMES]
     if unknown:
-        raise UserError(f"there is no {unknown[0]} for --only: the names are {', '.join(OPERATIONS)}, train")
+        raise UserError(f"there is no {unknown[0]} for --only: the names are {', '.join(NAMES)}")
     device = pick_device(options.device)
     if options.json:
         check_writable(options.json)

@@ -308,6 +308,29 @@ def test_cached_generation_gives_the_tokens_of_uncached(bottleneck, sampling):
     assert cached.shape == (70, 3) and torch.equal(cached, plain)
 
 
+@pytest.mark.parametrize("bottleneck", ["none", "parity"])
+def test_a_step_that_is_replayed_in_the_same_memory_gives_the_same_tokens(bottleneck, monkeypatch):
+    """As a CUDA graph does it, which there is none of on a CPU: what step() returns and reads never moves."""
+    net, prompt, made = build(bottleneck=bottleneck).eval(), batch(T=32)[0], []
+
+    def captured(step):
+        step()
+        result = step()
+        made.append(result)
+        return lambda: result.copy_(step())
+    forced = torch.full((3, 4), -1)
+    forced[1, :3] = 7
+    cases = [(5, 70), (32, 40), (31, 16)]  # a context of 32: full several times, at the first token, at the second
+    plain = [list(net.generate(prompt[:, :length], count, seed=3, forced=forced)) for length, count in cases]
+    monkeypatch.setattr(model_module, "worth_a_graph", lambda tokens, count: True)
+    monkeypatch.setattr(model_module, "captured", captured)
+    for number, (length, count) in enumerate(cases, 1):
+        again = list(net.generate(prompt[:, :length], count, seed=3, forced=forced))
+        assert torch.equal(torch.stack(plain[number - 1]), torch.stack(again)) and len(made) == number
+    list(net.generate(prompt, 3, edit=lambda layer, code: code))
+    assert len(made) == len(cases)  # whoever edits must be called at every step
+
+
 def test_generation_repeats_by_seed_and_stops():
     model = build().eval()
     prompt = batch()[0][:, :5]

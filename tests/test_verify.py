@@ -11,6 +11,7 @@ import bench
 import data
 import kernels
 import kernels_cpu
+import model
 import ops
 import verify
 
@@ -141,3 +142,17 @@ def test_steps_of_training_find_what_is_wrong_in_them(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels_cpu, "narrow_c", spoilt)
     line, = verify.check_training("c", "cpu", True, str(tmp_path / "toy"))
     assert not line.passed and not line.problem
+
+
+def test_a_replayed_step_that_parts_from_plain_passes_fails(monkeypatch):
+    """In place of a CUDA graph: the same memory, without one."""
+    def captured(step):
+        result = step()
+        return lambda: result.copy_(step())
+    monkeypatch.setattr(model, "captured", captured)
+    line, = verify.check_replay("reference", "cpu")
+    assert line.passed and line.cases == 30
+    monkeypatch.setattr(model.Fixed, "seen", lambda self, T, device: torch.ones(1, 40, dtype=torch.bool))
+    line, = verify.check_replay("reference", "cpu")
+    assert not line.passed and not line.problem
+    assert ("replay", "triton", "cuda") in list(verify.list_jobs(["triton"], "cuda", False, ["replay"], None))
