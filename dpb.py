@@ -141,6 +141,7 @@ class DeepParityBottleneck(nn.Module):
         self.selection = selection
         self.passes = 1  # forward passes that make up one optimiser step: ranks x gradient accumulation
 
+        self.words = [f"generators_{level}" for level in range(1, len(bits))]
         self.register_buffer("mean", torch.zeros(self.m))
         self.register_buffer("var", torch.ones(self.m))
         # Updates of the moments: says which tokens are sampled.
@@ -174,21 +175,18 @@ class DeepParityBottleneck(nn.Module):
 
     def encode(self, x):
         """x (..., d) -> Code. The gradient flows from the coefficients to x, never through the choice of features."""
-        flat = self.flatten(x)  # (N, d)
+        self.check_width(x)
+        flat = x.reshape(-1, self.d)  # (N, d)
         with torch.no_grad():
             # Both (N, K).
             indices, z = (self.search_levels if self.selection == "hierarchical" else self.search_all)(flat.detach())
         coefs = attach_scores(z, indices, flat, self.var[indices].rsqrt(), self.m) if flat.requires_grad else z
-        return self.code_of(x, indices, coefs)
-
-    def flatten(self, x):
-        if x.shape[-1] != self.d:
-            raise ValueError(f"the bottleneck has width d={self.d}, but the input has shape {tuple(x.shape)}")
-        return x.reshape(-1, self.d)
-
-    def code_of(self, x, indices, coefs):
         shape = *x.shape[:-1], sum(self.active)
         return Code(indices.view(shape), coefs.view(shape))
+
+    def check_width(self, x):
+        if x.shape[-1] != self.d:
+            raise ValueError(f"the bottleneck has width d={self.d}, but the input has shape {tuple(x.shape)}")
 
     def narrow(self, x, again=False):
         """(code, y, x) with code = encode(x), y = decode(code, like=x): the same in one operator, with one backward.
@@ -198,17 +196,17 @@ class DeepParityBottleneck(nn.Module):
         if self.selection == "flat" or backend(x) == "reference":
             code = self.encode(x)
             return code, self.decode(code, like=x), x
-        flat = self.flatten(x)
-        rows = self.sampled_tokens(len(flat))
-        y, indices, coefs, scores, same = narrow_features(flat, *self.levels(), self.method, rows, again)
+        self.check_width(x)
+        rows = self.sampled_tokens(x.numel() // self.d)
+        y, indices, coefs, scores, same = narrow_features(x, *self.levels(), self.method, rows, again)
         if rows is not None:
-            self.collect(flat, indices, scores, rows)
-        return self.code_of(x, indices, coefs), y.view(x.shape), same.view(x.shape) if again else x
+            self.collect(x.reshape(-1, self.d), indices.view(-1, sum(self.active)), scores, rows)
+        return Code(indices, coefs), y, same
 
     def levels(self):
         """Moments, generators, first features and active features of the levels, as the operators take them."""
-        generators = [getattr(self, f"generators_{level}") for level in range(1, len(self.active))]
-        return self.mean, self.var, generators, self.lows[1:], self.active
+        kept = self._buffers  # Module's own search for an attribute takes a good part of a token's time
+        return kept["mean"], kept["var"], [kept[name] for name in self.words], self.lows[1:], self.active
 
     def search_levels(self, x):
         """The active features of every token and their z:

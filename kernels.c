@@ -398,22 +398,28 @@ void sign_flips(const float *x, const int64_t *parents, const uint32_t *packed, 
     }
 }
 
-/* Second half, after the product: scores (N, P * D), still times sqrt(d), are standardised in place. */
+/* Second half, after the product: scores (N, P * D), still times sqrt(d), are standardised in place. Mean and 1/std are
+   laid side by side first: those of a million features are far away, and so one read brings both. */
 void standardise(float *z, const int64_t *parents, const int64_t *generators, const float *mean, const float *rstd,
-                 int64_t N, int64_t P, int64_t D, int64_t d, int64_t low, int64_t threads)
+                 int64_t N, int64_t P, int64_t D, int64_t d, int64_t low, int64_t features, int64_t threads)
 {
     uint32_t *words = narrow(generators, D);
-    float scale = 1 / sqrtf(d);
-    #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t r = 0; r < N * P; r++) {
-        uint32_t parent = parents[r];
-        for (int64_t j = 0; j < D; j++) {  /* moments of a million features are far away */
-            int64_t own = (parent ^ words[j]) - low, later = (parent ^ words[j + AHEAD < D ? j + AHEAD : j]) - low;
-            __builtin_prefetch(mean + later), __builtin_prefetch(rstd + later);
-            z[r * D + j] = (z[r * D + j] * scale - mean[own]) * rstd[own];
+    float scale = 1 / sqrtf(d), *both = room(features * 8);
+    #pragma omp parallel num_threads(threads)
+    {
+        #pragma omp for schedule(static)
+        for (int64_t i = 0; i < features; i++) both[2 * i] = mean[i], both[2 * i + 1] = rstd[i];
+        #pragma omp for schedule(static)
+        for (int64_t r = 0; r < N * P; r++) {
+            uint32_t parent = parents[r];
+            for (int64_t j = 0; j < D; j++) {
+                int64_t own = (parent ^ words[j]) - low, later = (parent ^ words[j + AHEAD < D ? j + AHEAD : j]) - low;
+                __builtin_prefetch(both + 2 * later);
+                z[r * D + j] = (z[r * D + j] * scale - both[2 * own]) * both[2 * own + 1];
+            }
         }
     }
-    free(words);
+    free(words), free(both);
 }
 
 /* The selection alone, for scores z (N, P * D). */
@@ -618,27 +624,46 @@ int64_t narrow_tokens(const Bottleneck *all, const float *mean, const float *var
     return 1;
 }
 
+/* 512 features belong to one thread: their sums, and their bits of `seen`, are whole cache lines. */
+INLINE int64_t owner(uint32_t feature, int64_t threads)
+{
+    uint32_t spread = (feature >> 9) * 0x9E3779B1u;
+    return (uint64_t)spread * threads >> 32;
+}
+
 /* For every feature, the number of tokens r on which it is a child parents[r, p] ^ generators[j], and over these the
-   sum of its z (R, P * D) and of its z squared are added to sums (m, 3). A child of two parents counts once. */
+   sum of its z (R, P * D) and of its z squared are added to sums (m, 3). A child of two parents counts once. Each thread
+   lists the children that are its own, so that every sum is made in one order. */
 void collect(const float *z, const int64_t *parents, const int64_t *generators, float *sums,
-             int64_t R, int64_t P, int64_t D, int64_t m)
+             int64_t R, int64_t P, int64_t D, int64_t m, int64_t threads)
 {
     uint32_t *words = narrow(generators, D);
-    uint64_t *seen = checked(calloc((m + 63) / 64, 8));
-    for (int64_t r = 0; r < R; r++) {
-        for (int64_t p = 0; p < P; p++)
-            for (int64_t j = 0; j < D; j++) {
-                uint32_t child = parents[r * P + p] ^ words[j];
-                __builtin_prefetch(sums + 3 * (int64_t)(parents[r * P + p] ^ words[j + AHEAD < D ? j + AHEAD : j]));
-                float value = z[(r * P + p) * D + j];
-                if (seen[child >> 6] >> (child & 63) & 1) continue;
-                seen[child >> 6] |= 1ull << (child & 63);
-                sums[3 * (int64_t)child] += 1;
-                sums[3 * (int64_t)child + 1] += value;
-                sums[3 * (int64_t)child + 2] += value * value;
+    uint64_t *seen = room((m + 63) / 64 * 8);
+    memset(seen, 0, (m + 63) / 64 * 8);
+    #pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t own = 0; own < threads; own++) {
+        uint32_t *child = room((P * D + AHEAD) * 4);
+        float *value = room((P * D + 1) * 4);
+        for (int64_t r = 0; r < R; r++) {
+            int64_t count = 0;
+            for (int64_t p = 0; p < P; p++)
+                for (int64_t j = 0; j < D; j++) {
+                    uint32_t feature = (uint32_t)parents[r * P + p] ^ words[j];
+                    child[count] = feature, value[count] = z[(r * P + p) * D + j];
+                    count += owner(feature, threads) == own;
+                }
+            for (int64_t i = 0; i < AHEAD; i++) child[count + i] = 0;
+            for (int64_t i = 0; i < count; i++) {
+                __builtin_prefetch(sums + 3 * (int64_t)child[i + AHEAD]);
+                uint64_t *word = seen + (child[i] >> 6), bit = 1ull << (child[i] & 63);
+                if (*word & bit) continue;
+                *word |= bit;
+                float *sum = sums + 3 * (int64_t)child[i];
+                sum[0] += 1, sum[1] += value[i], sum[2] += value[i] * value[i];
             }
-        for (int64_t p = 0; p < P; p++)
-            for (int64_t j = 0; j < D; j++) seen[((uint32_t)parents[r * P + p] ^ words[j]) >> 6] = 0;
+            for (int64_t i = 0; i < count; i++) seen[child[i] >> 6] = 0;
+        }
+        free(child), free(value);
     }
     free(seen), free(words);
 }

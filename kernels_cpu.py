@@ -188,7 +188,7 @@ def score_product_c(x, parents, generators, mean, rstd, low):
         hx = flipped[: rows.stop - rows.start]
         call("sign_flips", x[rows], parents[rows], packed, hx, len(hx), P, d, *packing(d), threads(P * len(hx)))
         torch.matmul(hx, gamma.t(), out=z[rows].view(-1, P, D))
-    call("standardise", z, parents, generators, mean, rstd, N, P, D, d, low, threads(N))
+    call("standardise", z, parents, generators, mean, rstd, N, P, D, d, low, len(mean), threads(N))
     return z
 
 
@@ -263,10 +263,10 @@ def tables(mean, var, generators, lows, active, fresh=False):
 
 def narrow_c(x, mean, var, generators, lows, active, rows=None, decoded=True):
     """The whole bottleneck: y and the norms that decode_like_c gives, or None if not `decoded`; indices and coefs;
-    the scores of all candidates of the tokens `rows`, (R, sum of P*D), or None."""
-    N, K, levels = x.shape[0], sum(active), (mean, var, generators, lows, active)
+    the scores of all candidates of the tokens `rows`, (R, sum of P*D), or None. x (..., d), and so is the rest."""
+    N, shape, levels = x.numel() // lows[0], (*x.shape[:-1], sum(active)), (mean, var, generators, lows, active)
     kept = tables(*levels)
-    indices, coefs = torch.empty(N, K, dtype=torch.int64), torch.empty(N, K)
+    indices, coefs = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
     y = norms = keep = sampled = None
     if decoded:
         y, norms = torch.empty(x.shape), torch.empty(N, 2)
@@ -296,4 +296,4 @@ def select_c(z, parents, generators, k):
 
 
 def collect_c(z, parents, generators, sums):
-    call("collect", z, parents, generators, sums, *parents.shape, len(generators), len(sums))
+    call("collect", z, parents, generators, sums, *parents.shape, len(generators), len(sums), threads(len(z)))

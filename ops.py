@@ -233,7 +233,8 @@ def no_rows(x):
 
 def in_one(x, generators, lows, active, method):
     """Whether kernels.c has all of it in one call: on a CPU, if every level is scored by transform."""
-    return backend(x) == "c" and all_by_transform(method, x.shape[1], tuple(map(len, generators)), *lows, *active)
+    return backend(x) == "c" and all_by_transform(method, lows[0], tuple([len(words) for words in generators]), *lows,
+                                                  *active)
 
 
 @functools.cache
@@ -638,8 +639,8 @@ def search_children(x, parents, generators, mean, rstd, low, k, method="auto", r
 def eager(x):
     """Whether functions may be called as they are: nothing traces, and no gradient is wanted. An operator's way through
     torch takes longer than a token of a small model."""
-    return not (x.requires_grad and torch.is_grad_enabled()) and type(x) is torch.Tensor \
-        and not torch.compiler.is_compiling()
+    return (type(x) is torch.Tensor and not (x.requires_grad and torch.is_grad_enabled())
+            and not torch.compiler.is_compiling())
 
 
 def moments_like(x, mean, var):
@@ -664,13 +665,22 @@ def encode_features(x, mean, var, generators, lows, active, method="auto", rows=
 def narrow_features(x, mean, var, generators, lows, active, method="auto", rows=None, again=False):
     """encode_features, then parity_decode with like=x, in one: (y, indices, coefs, scores of `rows`, x).
 
-    y and coefs are differentiable in x. The x that is returned is the one to go on with, if `again`.
+    x (..., d), and so are y, indices and coefs; y and coefs are differentiable in x. The x that is returned is the one
+    to go on with, if `again`.
     """
-    check_floats("x", x)
-    given = x if backend(x) == "triton" else wide(x)
+    if eager(x) and x.dtype == mean.dtype == torch.float32 and in_one(x, generators, lows, active, method):
+        check_forward_mode("x", x)
+        y, _, *code = kernels_cpu.narrow_c(x.contiguous(), mean, var, generators, lows, active, rows)
+        return y, *code, x  # a token of a small model takes no longer than the way through what follows
+    flat = x.reshape(-1, lows[0])
+    check_floats("x", flat)
+    given = flat if backend(x) == "triton" else wide(flat)
     levels = *moments_like(x, mean, var), generators, lows, active
     if eager(x):
         (y, _, _), *code, _ = narrow(given, *levels, rows, method)
-        return y.to(x.dtype), *code, x
-    y, *code, _, _, _, same = narrow_op(given, *levels, no_rows(x) if rows is None else rows, method, again)
-    return y.to(x.dtype), *code, same if again else x
+        same = x
+    else:
+        y, *code, _, _, _, same = narrow_op(given, *levels, no_rows(x) if rows is None else rows, method, again)
+        same = same.view(x.shape) if again else x
+    indices, coefs, scores = code
+    return y.to(x.dtype).view(x.shape), *(part.view(*x.shape[:-1], -1) for part in (indices, coefs)), scores, same

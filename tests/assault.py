@@ -520,6 +520,7 @@ def run(command, folder, limit=60.0, kill=None):
 def become(command, folder, out, err):
     """In a child: be the process that a shell would have started."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it would be ignored
     os.chdir(folder)
     os.environ |= {"HOME": folder, "XDG_CACHE_HOME": f"{folder}/.cache", "TMPDIR": folder} | command.environment
     tempfile.tempdir = folder
