@@ -20,6 +20,7 @@ typedef double wide __attribute__((vector_size(64), aligned(8)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define AHEAD 24  /* so many turns of a loop before it reads at random, memory is asked for it */
+#define FEW 256  /* candidates that are compared each with each */
 #define TOP 0x7FFFFFFFu
 #define NAN_SIZE 0x7FC00000u  /* the |z| of every NaN from here up: above infinity */
 
@@ -237,6 +238,8 @@ typedef struct {
     uint32_t *top;    /* the largest |z| of every group */
     uint64_t *keys;   /* the best so far, in order */
     int64_t found;
+    uint32_t *listed; /* (groups * height) groups, then candidates, that reach the bar */
+    uint64_t *among, *order;  /* (FEW) the keys of candidates, and these in order */
 } Selection;
 
 static Selection selection(int64_t C, int64_t k)
@@ -244,14 +247,15 @@ static Selection selection(int64_t C, int64_t k)
     Selection s = {.C = C, .k = k, .keep = k + k / 4 + 4, .height = 8};
     while (s.height > 1 && C < 4 * s.keep * s.height) s.height /= 2;
     s.groups = (C + 16 * s.height - 1) / (16 * s.height) * 16;
-    s.z = room(s.groups * s.height * 4), s.top = room(s.groups * 4), s.keys = room(k * 8);
+    s.z = room(s.groups * s.height * 4), s.top = room(s.groups * 4), s.keys = room((k + 1) * 8);
+    s.listed = room(s.groups * (s.height + 1) * 4), s.among = room(FEW * 8), s.order = room(FEW * 8);
     memset(s.z + C, 0, (s.groups * s.height - C) * 4);
     return s;
 }
 
 static void release(Selection s)
 {
-    free(s.z), free(s.top), free(s.keys);
+    free(s.z), free(s.top), free(s.keys), free(s.listed), free(s.among), free(s.order);
 }
 
 INLINE uint32_t word_of(float z)
@@ -294,43 +298,81 @@ static uint32_t estimate(Selection *s)
     return bar < NAN_SIZE ? bar : NAN_SIZE;
 }
 
-/* A candidate whose |z| reaches the bar takes its place among the best. Returns the new bar. */
-static uint32_t offer(Selection *s, float z, uint32_t child, uint32_t bar)
+/* Sorts as |z| does, of equals the lower child first; the sign is in the last bit. */
+INLINE uint64_t key_of(float z, uint32_t child)
 {
     uint32_t size = word_of(z) & TOP;
     if (size > NAN_SIZE) size = NAN_SIZE;
-    uint64_t key = (uint64_t)size << 32 | (uint64_t)(TOP - child) << 1 | word_of(z) >> 31, *keys = s->keys;
-    int64_t same = -1, i;
-    for (i = 0; i < s->found; i++) same = (keys[i] ^ key) & 0xFFFFFFFEu ? same : i;
+    return (uint64_t)size << 32 | (uint64_t)(TOP - child) << 1 | word_of(z) >> 31;
+}
+
+/* Where among the best a key of the same child is, or -1. */
+INLINE int64_t place_of(const Selection *s, uint64_t key)
+{
+    int64_t same = -1;
+    for (int64_t i = 0; i < s->found; i++) same = (s->keys[i] ^ key) & 0xFFFFFFFEu ? same : i;
+    return same;
+}
+
+/* A candidate takes its place among the best, unless it is below all of them. */
+static void offer(Selection *s, uint64_t key)
+{
+    uint64_t *keys = s->keys;
+    int64_t same = place_of(s, key), i;
     if (same >= 0) {  /* reached from another parent before: the larger copy stays */
-        if (keys[same] >= key) return bar;
+        if (keys[same] >= key) return;
         memmove(keys + same, keys + same + 1, (--s->found - same) * 8);
     } else if (s->found == s->k) {
-        if (keys[s->k - 1] >= key) return bar;
+        if (keys[s->k - 1] >= key) return;
         s->found--;
     }
     for (i = s->found++; i > 0 && keys[i - 1] < key; i--) keys[i] = keys[i - 1];
     keys[i] = key;
-    return s->found == s->k ? keys[s->k - 1] >> 32 : bar;
+}
+
+/* The best of a few keys: each goes to the place that says how many are above it, and repeats are left out. */
+static void rank(Selection *s, int64_t count)
+{
+    const uint64_t *among = s->among;
+    uint64_t *order = s->order;
+    int64_t padded = (count + 7) / 8 * 8;
+    for (int64_t i = count; i < padded; i++) s->among[i] = 0;
+    memset(order, 0, count * 8);
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t above = 0, key = among[i];
+        for (int64_t j = 0; j < padded; j++) above += among[j] > key;
+        order[above] = key;
+    }
+    for (int64_t i = 0; i < count && s->found < s->k; i++) {
+        s->keys[s->found] = order[i];
+        s->found += order[i] && place_of(s, order[i]) < 0;  /* behind a copy of equal size nothing stands */
+    }
 }
 
 /* Of the children parents[p] ^ generators[j], with scores z[p * D + j], the k distinct ones with the largest |z|.
-   If there are fewer, the last is repeated with coefficient zero. */
+   If there are fewer, the last is repeated with coefficient zero. Lists grow without branches, whose outcome no
+   processor could tell ahead. */
 static void take(Selection *s, const int64_t *parents, const uint32_t *generators, int64_t D,
                  int64_t *indices, float *coefs)
 {
-    uint32_t start = estimate(s);
-    for (;;) {
-        uint32_t bar = start;
+    uint32_t bar = estimate(s), *hits = s->listed, *listed = hits + s->groups;
+    for (;; bar = 0) {  /* too many of the candidates were repeats */
+        int64_t groups = 0, count = 0;
+        for (int64_t g = 0; g < s->groups; g++) hits[groups] = g, groups += s->top[g] >= bar;
+        for (int64_t h = 0; h < groups; h++) {
+            int64_t c = hits[h] / 16 * 16 * s->height + hits[h] % 16;
+            for (int64_t i = 0; i < s->height; i++, c += 16)
+                listed[count] = c, count += ((word_of(s->z[c]) & TOP) >= bar) & (c < s->C);
+        }
         s->found = 0;
-        for (int64_t g = 0; g < s->groups; g++)
-            if (s->top[g] >= bar)
-                for (int64_t c = g / 16 * 16 * s->height + g % 16, end = c + 16 * s->height;
-                     c < end && c < s->C; c += 16)
-                    if ((word_of(s->z[c]) & TOP) >= bar)
-                        bar = offer(s, s->z[c], parents[c / D] ^ generators[c % D], bar);
-        if (s->found == s->k || start == 0) break;
-        start = 0;  /* too many of the candidates were repeats */
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t c = listed[i], p = c / (uint32_t)D;
+            uint64_t key = key_of(s->z[c], (uint32_t)parents[p] ^ generators[c - p * D]);
+            if (count > FEW) offer(s, key);
+            else s->among[i] = key;
+        }
+        if (count <= FEW) rank(s, count);
+        if (s->found == s->k || bar == 0) break;
     }
     for (int64_t i = 0; i < s->k; i++) {
         uint64_t key = s->keys[i < s->found ? i : s->found - 1];
