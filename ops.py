@@ -18,6 +18,7 @@ import warnings
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 import kernels
 import kernels_cpu
@@ -251,6 +252,10 @@ def narrow_op(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, generators
                                     torch.Tensor, torch.Tensor, torch.Tensor]:
     """encode, then decode_like: y; indices; coefs; the scores of `rows`; before and norms of decode_like; 1/std of the
     active features; and x, if `again`: what else the loss makes of x then meets the gradient of y in one sum."""
+    return narrow_whole(x, mean, var, generators, lows, active, rows, method, again)
+
+
+def narrow_whole(x, mean, var, generators, lows, active, rows, method, again):
     (y, before, norms), indices, *code, scales = narrow(x, mean, var, generators, lows, active, rows, method, True)
     before = norms.new_empty(0, lows[0]) if before is None else before
     return y, indices, *code, before, norms, scales, x.clone() if again else x.new_empty(0)
@@ -273,10 +278,14 @@ def narrow(x, mean, var, generators, lows, active, rows, method, scales=False):
 
 
 @torch.library.custom_op("parity::narrow_backward", mutates_args=())
-@exact
 def narrow_backward_op(grad: torch.Tensor, of_coefs: torch.Tensor | None, others: torch.Tensor | None,
                        indices: torch.Tensor, y: torch.Tensor, x: torch.Tensor, norms: torch.Tensor,
                        scales: torch.Tensor, m: int) -> torch.Tensor:
+    return narrow_gradient(grad, of_coefs, others, indices, y, x, norms, scales, m)
+
+
+@exact
+def narrow_gradient(grad, of_coefs, others, indices, y, x, norms, scales, m):
     """The gradient to x of all that narrow_op gives: y, coefs, and x again."""
     if backend(x) == "c":
         given = [None if tensor is None else tensor.contiguous() for tensor in (of_coefs, others)]
@@ -430,10 +439,22 @@ def save_narrow(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def narrow_backward(ctx, grad, _, of_coefs, *others):
+def narrow_backward(ctx, grad, _, of_coefs, *others, gradient=narrow_backward_op):
     grad = torch.zeros_like(ctx.saved_tensors[2]) if grad is None else grad
-    to_x = narrow_backward_op(grad, of_coefs, others[-1], *ctx.saved_tensors, ctx.m)
+    to_x = gradient(grad, of_coefs, others[-1], *ctx.saved_tensors, ctx.m)
     return to_x, None, None, [None] * ctx.levels, None, None, None, None, None
+
+
+class Narrow(torch.autograd.Function):
+    """narrow_op where nothing traces: the way of an operator through torch takes most of a millisecond, as it has lists
+    among its arguments."""
+    forward, setup_context = staticmethod(narrow_whole), staticmethod(save_narrow)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        to_x, *_ = narrow_backward(ctx, *grads, gradient=narrow_gradient)
+        return to_x, *[None] * 8
 
 
 def save_attach(ctx, inputs, output):
@@ -639,8 +660,11 @@ def search_children(x, parents, generators, mean, rstd, low, k, method="auto", r
 def eager(x):
     """Whether functions may be called as they are: nothing traces, and no gradient is wanted. An operator's way through
     torch takes longer than a token of a small model."""
-    return (type(x) is torch.Tensor and not (x.requires_grad and torch.is_grad_enabled())
-            and not torch.compiler.is_compiling())
+    return untraced(x) and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def untraced(x):
+    return type(x) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 def moments_like(x, mean, var):
@@ -680,7 +704,8 @@ def narrow_features(x, mean, var, generators, lows, active, method="auto", rows=
         (y, _, _), *code, _ = narrow(given, *levels, rows, method)
         same = x
     else:
-        y, *code, _, _, _, same = narrow_op(given, *levels, no_rows(x) if rows is None else rows, method, again)
+        way = Narrow.apply if untraced(x) else narrow_op
+        y, *code, _, _, _, same = way(given, *levels, no_rows(x) if rows is None else rows, method, again)
         same = same.view(x.shape) if again else x
     indices, coefs, scores = code
     return y.to(x.dtype).view(x.shape), *(part.view(*x.shape[:-1], -1) for part in (indices, coefs)), scores, same
