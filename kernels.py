@@ -128,12 +128,12 @@ rescale = Rescale.apply
 
 
 @jit
-def hashed(indices, coefs, k, K, m, d: tl.constexpr):
+def hashed(indices, coefs, k, K, m, d: tl.constexpr, FOURS: tl.constexpr):
     """Index and coefficient k of a token, as decode adds up sign vectors:
-    nothing for a basis vector, NaN for a wrong index."""
-    i = tl.load(indices + k, mask=k < K, other=0)
+    nothing for a basis vector, NaN for a wrong index. FOURS: K is a multiple of four, so that k is below it."""
+    i = tl.load(indices + k, mask=FOURS or k < K, other=0)
     known = i.to(tl.uint64) < m
-    c = tl.load(coefs + k, mask=k < K, other=0.0)
+    c = tl.load(coefs + k, mask=FOURS or k < K, other=0.0)
     i = tl.where(known, i, d).to(tl.int32)  # before it is compared again: in 64 bits that takes twice as much
     return i, tl.where(known, tl.where(i < d, 0.0, c), float("nan"))
 
@@ -166,7 +166,8 @@ def nonzero(size):
 
 @jit(do_not_specialize=["K", "m"])
 def decode_kernel(indices, coefs, packed, y, x, out, sizes, plus, K, m, scale,
-                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, ORDER: tl.constexpr):
+                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, ORDER: tl.constexpr,
+                  FOURS: tl.constexpr):
     """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers.
 
     Four features at a time: lane v of the table has their sum with the signs of the bits of v.
@@ -193,10 +194,10 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, plus, K, m, scale,
     row2 = row0
     row3 = row0
     for k in range(0, K, 4):
-        i0, c0 = hashed(indices, coefs, k, K, m, d)
-        i1, c1 = hashed(indices, coefs, k + 1, K, m, d)
-        i2, c2 = hashed(indices, coefs, k + 2, K, m, d)
-        i3, c3 = hashed(indices, coefs, k + 3, K, m, d)
+        i0, c0 = hashed(indices, coefs, k, K, m, d, FOURS)
+        i1, c1 = hashed(indices, coefs, k + 1, K, m, d, FOURS)
+        i2, c2 = hashed(indices, coefs, k + 2, K, m, d, FOURS)
+        i3, c3 = hashed(indices, coefs, k + 3, K, m, d, FOURS)
         if tl.maximum(tl.maximum(i0, i1), tl.maximum(i2, i3)) >= d:
             table = (flip(c0, lane, 0) + flip(c1, lane, 1)) + (flip(c2, lane, 2) + flip(c3, lane, 3))
             table = tl.broadcast_to(table, [max(1, BITS // 4), 32])
@@ -243,7 +244,7 @@ def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None, plu
         indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, x=x, out=out, sizes=sizes,
         plus=plus, K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W, num_warps=min(8, max(1, d // 2048)),
         SLOTS=triton.next_power_of_2(indices.shape[1]) if y.dtype == torch.float32 else 0,
-        ORDER="acq_rel" if (arch or arch_of(y.device)) == "hip" else "relaxed")
+        FOURS=indices.shape[1] % 4 == 0, ORDER="acq_rel" if (arch or arch_of(y.device)) == "hip" else "relaxed")
 
 
 def decode_triton(indices, coefs, d, m, dtype=torch.float32, plus=None):
