@@ -19,6 +19,7 @@ from __future__ import annotations  # `tl.constexpr` stays a word where Triton i
 import contextlib
 import functools
 import math
+import weakref
 
 import numpy as np
 import torch
@@ -637,6 +638,21 @@ def sign_pairs(generators, d, m):
     return signs.sum((1, 3), dtype=torch.int32).permute(2, 1, 0).contiguous()
 
 
+SIGNS = {}  # by the identity of generators: (a weak reference to them; d, m and their version; sign_pairs)
+
+
+def kept_signs(generators, d, m):
+    """sign_pairs of generators that stay from pass to pass, as those of a layer do: made once, and when they change."""
+    if generators.is_inference():  # these have no version
+        return sign_pairs(generators, d, m)
+    key, state = id(generators), (d, m, generators._version)
+    of, known, kept = SIGNS.get(key, (None, None, None))
+    if of is None or of() is not generators or known != state:
+        kept = sign_pairs(generators, d, m)
+        SIGNS[key] = weakref.ref(generators, lambda _: SIGNS.pop(key, None)), state, kept
+    return kept
+
+
 COLUMNS = 4096  # generators whose sign rows are held at a time
 
 
@@ -652,7 +668,7 @@ def scorer(x, P, generators, mean, rstd, low):
     def signs(part):
         """The sign rows of generators, as the kernel takes them."""
         if takes_pairs(d, x.dtype, arch_of(x.device)):
-            return sign_pairs(part, d, high)
+            return (kept_signs if part is generators else sign_pairs)(part, d, high)
         gamma = torch.empty(len(part), d, dtype=x.dtype, device=x.device)
         ones = torch.ones(len(part), 1, device=x.device)
         run(decode_launch(part[:, None], ones, gamma, high, 1.0))
@@ -978,8 +994,9 @@ def search_triton(x, parents, generators, mean, rstd, low, found, rows, whole=No
         indices, coefs, *scales = (tensor[part] for tensor in found)
         run(select_launch(here, parents[part], generators, indices, coefs, rstd=whole, tops=some,
                           scales=scales[0] if scales else None))
-        inside = (rows >= start) & (rows < part.stop)
-        sampled = torch.where(inside[:, None], here[(rows - start).clamp(0, len(here) - 1)], sampled)
+        if len(rows):
+            inside = (rows >= start) & (rows < part.stop)
+            sampled = torch.where(inside[:, None], here[(rows - start).clamp(0, len(here) - 1)], sampled)
     return sampled
 
 
@@ -990,11 +1007,11 @@ def encode_triton(x, mean, var, generators, lows, active, rows, scales=False):
     found = result(len(x), sum(active), x.device, scales)
     first, *others = zip(*(tensor.split(active, 1) for tensor in found))
     basis_triton(x, mean[:d], rstd[:d], first)
-    sampled, parents = [mean.new_empty(len(rows), 0)], first[0]
+    sampled, parents = [], first[0]
     for words, low, high, columns in zip(generators, lows, lows[1:], others):
         sampled.append(search_triton(x, parents, words, mean[low:high], rstd[low:high], low, columns, rows, rstd))
         parents = columns[0]
-    return found, torch.cat(sampled, 1)
+    return found, torch.cat(sampled, 1) if len(sampled) > 1 else (*sampled, mean.new_empty(len(rows), 0))[0]
 
 # Collect: the sums that the running moments are made of. Its tokens are few, so plain torch serves a GPU too.
 

@@ -237,12 +237,10 @@ def other_bytes(config):
 
     A coordinate, 2: read x for the sums of level 0.
     A candidate of the 64 to 127 sampled tokens of a step, 450: sorted and added up.
-    Once a pass: the signs of the generators, an integer for each, shifted, masked and added up (24), and mean and
-    1/std of every feature side by side (24).
+    Once a pass: mean and 1/std of every feature side by side (24).
     """
     candidates = sum(P * D for P, D in zip(config.active, config.children))
-    once = 24 * config.d * sum(config.children) + 24 * 2 ** config.bits[-1]
-    return 2 * config.d + 450 * candidates * 127 / config.batch_tokens + once / PASS
+    return 2 * config.d + 450 * candidates * 127 / config.batch_tokens + 24 * 2 ** config.bits[-1] / PASS
 
 
 def dense_flops(config):

@@ -373,6 +373,24 @@ def test_the_score_kernel_knows_the_largest_of_every_16_children(monkeypatch, d,
     assert not tops[~tops.isnan()].signbit().any() and tops[2, -1].isnan() and tops[0].isfinite().sum() == 0
 
 
+def test_signs_of_generators_are_made_once_and_follow_them():
+    generators = level(64, 1024, 2, 3, 20)[2]
+    first = kernels.kept_signs(generators, 64, 1024)
+    assert kernels.kept_signs(generators, 64, 1024) is first
+    assert torch.equal(first, kernels.sign_pairs(generators, 64, 1024))
+    generators.copy_(generators.flip(0))
+    second = kernels.kept_signs(generators, 64, 1024)
+    assert torch.equal(second, kernels.sign_pairs(generators, 64, 1024)) and not torch.equal(first, second)
+    assert kernels.kept_signs(generators, 64, 2048).data_ptr() != second.data_ptr()
+    key = id(generators)
+    assert key in kernels.SIGNS
+    del generators
+    assert key not in kernels.SIGNS
+    with torch.inference_mode():
+        assert torch.equal(kernels.kept_signs(torch.tensor([70, 99]), 64, 1024),
+                           kernels.sign_pairs(torch.tensor([70, 99]), 64, 1024))
+
+
 @needs_triton
 @pytest.mark.parametrize("m, P, D, k", [(4096, 16, 64, 4), (4096, 12, 75, 4), (2048, 16, 256, 32), (4096, 1, 3000, 20)])
 def test_selection_by_group_maxima_equals_the_reference(m, P, D, k):

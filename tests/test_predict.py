@@ -134,7 +134,7 @@ def test_bytes_of_small_2l_by_hand():
     assert kernel["decode"].l2 - kernel["decode"].memory == 32 * 2 * 1024 / 8 + 1024 * 4 + 16 * 32
     # Gradient, y, x and its gradient; 1/std.
     assert kernel["dot back"].memory == 48 * (8 + 4) + 1024 * (2 + 4 + 2 + 2) + 2 * 4 + 48 * 4
-    once = 256 * 1024 * 24 + 2 ** 15 * 24  # signs of the generators; moments
+    once = 2 ** 15 * 24  # moments
     assert predict.other_bytes(config) == pytest.approx(1024 * 2 + 4096 * 450 * 127 / 2 ** 19 + once / 16384)
     assert kernel["score 1"].memory == 1024 * 2 + 16 * 8 + 4096 * 4 + 256 * 4  # x, parents, z, the maxima
     assert kernel["score 1"].l2 == (kernel["score 1"].memory + 4096 * 8
