@@ -666,8 +666,8 @@ def scorer(x, P, generators, mean, rstd, low):
         run(moments_launch(torch.arange(low, device=x.device), generators, pairs, moments, low))
 
     def signs(part):
-        """The sign rows of generators, as the kernel takes them."""
-        if takes_pairs(d, x.dtype, arch_of(x.device)):
+        """The sign rows of generators, as the kernel takes them: with pairs it reads x by pairs, too."""
+        if takes_pairs(d, x.dtype, arch_of(x.device)) and x.data_ptr() % 4 == 0:
             return (kept_signs if part is generators else sign_pairs)(part, d, high)
         gamma = torch.empty(len(part), d, dtype=x.dtype, device=x.device)
         ones = torch.ones(len(part), 1, device=x.device)

@@ -124,9 +124,10 @@ def address(value, name):
     if value is None:
         return 0
     if isinstance(value, torch.Tensor):
-        if not value.is_contiguous() or value.dtype not in (torch.float32, torch.int64, torch.int32):
-            raise TypeError("kernels.c takes contiguous float32, int64 and int32: "
-                            f"{name} got {value.dtype}, strides {value.stride()}")
+        if (value.dtype not in (torch.float32, torch.int64, torch.int32) or not value.is_contiguous()
+                or value.device.type != "cpu"):
+            raise TypeError("kernels.c takes contiguous float32, int64 and int32 of the CPU: "
+                            f"{name} got {value.dtype}, strides {value.stride()}, on {value.device}")
         return value.data_ptr()
     return ctypes.addressof(value) if isinstance(value, (ctypes.Structure, ctypes.Array)) else value.ctypes.data
 
@@ -208,7 +209,7 @@ def make_level(P, generators, mean, rstd, low, k, d):
     """A Level, and the tensors that it points to."""
     D, features = len(generators), len(mean)
     blocks = -(-(low + features) // d // 16) - low // d // 16
-    words, moments = torch.zeros(2, D, dtype=torch.int32), torch.zeros(2, blocks * d * 16)
+    words, moments = torch.zeros(2, D, dtype=torch.int32), mean.new_zeros(2, blocks * d * 16)
     call("level_tables", generators, mean, rstd, words[0], words[1], moments[0], moments[1], D, low, features, d)
     return Level(P, D, k, low, features, *(row.data_ptr() for row in (*words, *moments))), (words, moments)
 
@@ -233,7 +234,7 @@ class Tables:
     """A bottleneck as narrow_tokens reads it, made of moments and generators that are copied, to be compared with."""
 
     def __init__(self, mean, var, generators, lows, active):
-        self.shape, self.generators = (lows, active), [words.clone() for words in generators]
+        self.shape, self.generators = (tuple(lows), tuple(active)), [words.clone() for words in generators]
         d, m, mean, var, rstd = lows[0], lows[-1], mean.clone(), var.clone(), var.rsqrt()
         coordinates = torch.arange(d, dtype=torch.int32)
         first = Level(0, d, active[0], 0, d, coordinates.data_ptr(), None, mean.data_ptr(), rstd.data_ptr())
@@ -254,7 +255,7 @@ TABLES = {}  # by the identity of the means: (a weak reference to them, their Ta
 def tables(mean, var, generators, lows, active, fresh=False):
     """The Tables of these tensors, kept from call to call. Whether the moments are the same, C looks itself."""
     of, kept = TABLES.get(id(mean), (None, None))
-    if fresh or of is None or of() is not mean or kept.shape != (lows, active) or not all(
+    if fresh or of is None or of() is not mean or kept.shape != (tuple(lows), tuple(active)) or not all(
             map(torch.equal, kept.generators, generators)):
         key, kept = id(mean), Tables(mean, var, generators, lows, active)
         TABLES[key] = weakref.ref(mean, lambda _: TABLES.pop(key, None)), kept
@@ -266,14 +267,15 @@ def narrow_c(x, mean, var, generators, lows, active, rows=None, decoded=True):
     the scores of all candidates of the tokens `rows`, (R, sum of P*D), or None. x (..., d), and so is the rest."""
     N, shape, levels = x.numel() // lows[0], (*x.shape[:-1], sum(active)), (mean, var, generators, lows, active)
     kept = tables(*levels)
-    indices, coefs = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+    indices, coefs = torch.empty(shape, dtype=torch.int64), x.new_empty(shape)
     y = norms = keep = sampled = None
     if decoded:
-        y, norms = torch.empty(x.shape), torch.empty(N, 2)
+        y, norms = torch.empty_like(x), x.new_empty(N, 2)
     if rows is not None:
-        keep, sampled = places(rows, N), torch.empty(len(rows), kept.candidates)
+        keep, sampled = places(rows, N), x.new_empty(len(rows), kept.candidates)
     result = mean, var, x, keep, indices, coefs, sampled, y, norms, N, threads(N)
-    call("narrow_tokens", kept.address, *result) or call("narrow_tokens", tables(*levels, fresh=True).address, *result)
+    while not call("narrow_tokens", kept.address, *result):  # the moments have changed
+        kept = tables(*levels, fresh=True)
     return y, norms, indices, coefs, sampled
 
 

@@ -313,7 +313,7 @@ class GPT(nn.Module):
         window, cache = tokens[:, -context:], Cache() if cached else None
         ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         fresh = window  # what the cache has not seen
-        replay, graph = None, cached and edit is None and patch is None and worth_a_graph(tokens, count)
+        replay, graph = None, worth_a_graph(tokens, count) and cached and edit is patch is None and not self.training
         for step in range(count):
             if graph and cache.length:
                 if replay is None:
@@ -452,7 +452,7 @@ class Replay:
             logits = model(self.tokens, cache=self.cache)[:, -1].float()
             self.cache.place += 1
             return logits
-        self.step = captured(step)
+        self.step = captured(step, tokens.device)
         self.cache.load(cache)
 
     def __call__(self, tokens):
@@ -460,16 +460,17 @@ class Replay:
         return self.step()
 
 
-def captured(step):
+def captured(step, device):
     """A function that does on the GPU again what step() does there, in the same memory."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is made at first use is made outside of the graph
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what is made at first use is made outside of the graph
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            result = step()
 
     def replay():
         graph.replay()

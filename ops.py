@@ -18,7 +18,6 @@ import warnings
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 import kernels
 import kernels_cpu
@@ -195,8 +194,9 @@ def search(x, parents, generators, mean, rstd, low, k, rows, method):
     for part in chunks(len(x), C):  # 2 MB of scores at a time
         z = score(x[part], parents[part], generators, mean, rstd, low)
         indices[part], coefs[part] = select(z, parents[part], generators, k)
-        here = (rows >= part.start) & (rows < part.stop)
-        sampled[here] = z[rows[here] - part.start]
+        if len(rows):
+            here = (rows >= part.start) & (rows < part.stop)
+            sampled[here] = z[rows[here] - part.start]
     return indices, coefs, sampled
 
 
@@ -278,14 +278,10 @@ def narrow(x, mean, var, generators, lows, active, rows, method, scales=False):
 
 
 @torch.library.custom_op("parity::narrow_backward", mutates_args=())
+@exact
 def narrow_backward_op(grad: torch.Tensor, of_coefs: torch.Tensor | None, others: torch.Tensor | None,
                        indices: torch.Tensor, y: torch.Tensor, x: torch.Tensor, norms: torch.Tensor,
                        scales: torch.Tensor, m: int) -> torch.Tensor:
-    return narrow_gradient(grad, of_coefs, others, indices, y, x, norms, scales, m)
-
-
-@exact
-def narrow_gradient(grad, of_coefs, others, indices, y, x, norms, scales, m):
     """The gradient to x of all that narrow_op gives: y, coefs, and x again."""
     if backend(x) == "c":
         given = [None if tensor is None else tensor.contiguous() for tensor in (of_coefs, others)]
@@ -439,9 +435,9 @@ def save_narrow(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def narrow_backward(ctx, grad, _, of_coefs, *others, gradient=narrow_backward_op):
+def narrow_backward(ctx, grad, _, of_coefs, *others):
     grad = torch.zeros_like(ctx.saved_tensors[2]) if grad is None else grad
-    to_x = gradient(grad, of_coefs, others[-1], *ctx.saved_tensors, ctx.m)
+    to_x = narrow_backward_op(grad, of_coefs, others[-1], *ctx.saved_tensors, ctx.m)
     return to_x, None, None, [None] * ctx.levels, None, None, None, None, None
 
 
@@ -451,9 +447,8 @@ class Narrow(torch.autograd.Function):
     forward, setup_context = staticmethod(narrow_whole), staticmethod(save_narrow)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
-        to_x, *_ = narrow_backward(ctx, *grads, gradient=narrow_gradient)
+        to_x, *_ = narrow_backward(ctx, *grads)
         return to_x, *[None] * 8
 
 
@@ -498,7 +493,7 @@ def check_forward_mode(name, tensor):
     """Forward-mode derivatives would come out as zero, without a word."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(f"{name} has a tangent, but the bottleneck has no forward-mode derivative: use "
-                                  "backward() or torch.func.vjp")
+                                  "backward()")
 
 
 def check_indices(name, indices, rows=None):
@@ -664,7 +659,8 @@ def eager(x):
 
 
 def untraced(x):
-    return type(x) is torch.Tensor and not torch.compiler.is_compiling()
+    return (type(x) is torch.Tensor and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+            and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.maybe_current_level() is None)
 
 
 def moments_like(x, mean, var):
@@ -706,6 +702,7 @@ def narrow_features(x, mean, var, generators, lows, active, method="auto", rows=
     else:
         way = Narrow.apply if untraced(x) else narrow_op
         y, *code, _, _, _, same = way(given, *levels, no_rows(x) if rows is None else rows, method, again)
-        same = same.view(x.shape) if again else x
+        same = same.to(x.dtype).view(x.shape) if again else x
     indices, coefs, scores = code
-    return y.to(x.dtype).view(x.shape), *(part.view(*x.shape[:-1], -1) for part in (indices, coefs)), scores, same
+    shape = *x.shape[:-1], indices.shape[1]
+    return y.to(x.dtype).view(x.shape), indices.view(shape), coefs.view(shape), scores, same

@@ -2,12 +2,14 @@
 import copy
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpb
 import kernels_cpu
@@ -233,6 +235,40 @@ def test_narrow_is_encode_and_decode_with_the_same_gradients_and_sums(path, meth
             ((out * of_y).sum() + (again * of_x).sum() + (coefs * of_coefs).sum()).backward()
         torch.testing.assert_close(whole.grad, parts.grad, rtol=1e-6, atol=1e-6)
         assert torch.equal(one.sums, two.sums) and bool(one.sums.any()) == training
+
+
+@pytest.mark.parametrize("path, method", [("c", "transform"), ("c", "gemm"), ("reference", "gemm")])
+def test_narrow_of_other_types_of_no_tokens_and_traced(path, method, monkeypatch):
+    layer, _, _ = make(path, method, monkeypatch, **TWO)
+    half = torch.randn(2, 3, 64).bfloat16().requires_grad_()
+    code, y, same = layer.narrow(half, again=True)
+    assert y.dtype == same.dtype == torch.bfloat16 and code.coefs.shape == (2, 3, sum(TWO["active"]))
+    for shape in (0, 64), (0, 5, 64), (2, 0, 64):
+        code, y, same = layer.narrow(torch.zeros(shape, requires_grad=True), again=True)
+        assert y.shape == same.shape == shape and code.indices.shape == (*shape[:-1], sum(TWO["active"]))
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(make_fx(layer)(x)(x), layer(x))
+    v = x.clone().requires_grad_()
+    y = layer(v)
+    rows = torch.randn(3, 5, 64)
+    several, = torch.autograd.grad(y, v, rows, retain_graph=True, is_grads_batched=True)
+    for row, got in zip(rows, several):
+        torch.testing.assert_close(got, torch.autograd.grad(y, v, row, retain_graph=True)[0])
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.testing.assert_close(layer(x), y.detach())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_threads_that_find_the_moments_changed_all_get_the_right_result(monkeypatch):
+    layer, _, _ = make("c", "transform", monkeypatch, **TWO)
+    x = torch.randn(4, 64)
+    with ThreadPoolExecutor(4) as pool:
+        for turn in range(20):
+            layer.mean.fill_(turn / 20)
+            results = list(pool.map(lambda _: layer(x), range(8)))
+            assert all(torch.equal(result, layer(x)) for result in results)
 
 
 def test_what_is_kept_of_the_moments_follows_them_however_they_change(monkeypatch):

@@ -313,7 +313,7 @@ def test_a_step_that_is_replayed_in_the_same_memory_gives_the_same_tokens(bottle
     """As a CUDA graph does it, which there is none of on a CPU: what step() returns and reads never moves."""
     net, prompt, made = build(bottleneck=bottleneck).eval(), batch(T=32)[0], []
 
-    def captured(step):
+    def captured(step, device):
         step()
         result = step()
         made.append(result)

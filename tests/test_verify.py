@@ -146,7 +146,7 @@ def test_steps_of_training_find_what_is_wrong_in_them(monkeypatch, tmp_path):
 
 def test_a_replayed_step_that_parts_from_plain_passes_fails(monkeypatch):
     """In place of a CUDA graph: the same memory, without one."""
-    def captured(step):
+    def captured(step, device):
         result = step()
         return lambda: result.copy_(step())
     monkeypatch.setattr(model, "captured", captured)
