@@ -342,11 +342,12 @@ def test_transformers_generates_our_tokens_past_the_context(world, theirs, kind)
     (_, found), run = theirs, open_run(str(world / kind))
     prompt = prompt_tokens(run, PROMPTS[0])
     assert found[kind]["ids"][0] == prompt[0].tolist()
+    assert prompt.shape[1] + 80 > run.config.context + run.config.context // 2
+    texts = {}
     for key, arguments in ("long", {}), ("long edited", {"edit": edit, "patch": patch}):
-        ours = torch.stack(list(run.model.generate(prompt, 80, temperature=0, **arguments)), 1)
-        assert len(ours.unique()) > 5
-        assert prompt.shape[1] + 80 > run.config.context + run.config.context // 2
-        assert torch.equal(found[kind][key], torch.cat([prompt, ours], 1)), key
+        texts[key] = torch.stack(list(run.model.generate(prompt, 80, temperature=0, **arguments)), 1)
+        assert torch.equal(found[kind][key], torch.cat([prompt, texts[key]], 1)), key
+    assert len(texts["long"].unique()) > 5 and not torch.equal(*texts.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
