@@ -66,7 +66,7 @@ def packed_signs(d, m, device):
 def sign_words(packed, i, w, d: tl.constexpr, W: tl.constexpr):
     """The packed signs of h_i, words w: H[u1] ^ s[u2]. Shapes of i and w broadcast."""
     i = i.to(tl.uint32)
-    return tl.load(packed + i % d * W + w) ^ tl.load(packed + (d + i // d) * W + w)
+    return tl.load(packed + w + i % d * W) ^ tl.load(packed + d * W + w + i // d * W)
 
 # What a launch is: the kernel, the grid, its arguments. Made apart from running,
 # so that aot.py can compile it for absent GPUs.
@@ -129,14 +129,20 @@ rescale = Rescale.apply
 
 
 @jit
-def hashed(indices, coefs, k, K, m, d: tl.constexpr, FOURS: tl.constexpr):
-    """Index and coefficient k of a token, as decode adds up sign vectors:
-    nothing for a basis vector, NaN for a wrong index. FOURS: K is a multiple of four, so that k is below it."""
-    i = tl.load(indices + k, mask=FOURS or k < K, other=0)
+def hashed(indices, coefs, k, K, m, d: tl.constexpr):
+    """Indices and coefficients k of a token, as decode adds up sign vectors:
+    nothing for a basis vector, or behind the last; NaN for a wrong index."""
+    i = tl.load(indices + k, mask=k < K, other=0)
     known = i.to(tl.uint64) < m
-    c = tl.load(coefs + k, mask=FOURS or k < K, other=0.0)
+    c = tl.load(coefs + k, mask=k < K, other=0.0)
     i = tl.where(known, i, d).to(tl.int32)  # before it is compared again: in 64 bits that takes twice as much
     return i, tl.where(known, tl.where(i < d, 0.0, c), float("nan"))
+
+
+@jit
+def taken(values, k):
+    """Element k, a number, of a list that lies in the lanes of a warp: to all of them, by a shuffle."""
+    return tl.gather(values, k + tl.zeros([1], tl.int32), 0)[:, None]
 
 
 @jit
@@ -148,7 +154,8 @@ def flip(c, lane, bit: tl.constexpr):
 @jit
 def interleave(a, b, mask: tl.constexpr, by: tl.constexpr):
     """Fields of a (mask, and those `by` bits higher) in turn with fields of b: first the lower, then the higher."""
-    return (a & mask) | ((b & mask) << by), ((a >> by) & mask) | (b & ~mask)
+    swapped = ((a >> by) ^ b) & mask
+    return a ^ (swapped << by), b ^ swapped
 
 
 @jit
@@ -167,13 +174,12 @@ def nonzero(size):
 
 @jit(do_not_specialize=["K", "m"])
 def decode_kernel(indices, coefs, packed, y, x, out, sizes, plus, K, m, scale,
-                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, ORDER: tl.constexpr,
-                  FOURS: tl.constexpr):
+                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, ORDER: tl.constexpr):
     """y[n] = sum_k coefs[n, k] phi_{indices[n, k]}: one token a program, the row kept in registers.
 
     Four features at a time: lane v of the table has their sum with the signs of the bits of v.
     Four bits, one of each feature's signs, say in which lane a coordinate finds what it has to add:
-    one addition and a shuffle for four features.
+    one addition and a shuffle for four features. Indices and coefficients are read and checked by 32, one to a lane.
 
     Sign vectors first, basis vectors last: a small term added to a large one would lose its last bits. A basis vector
     touches one coordinate, so it is added where the row already lies in memory; only in float32 (SLOTS > 0), as
@@ -194,23 +200,23 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, plus, K, m, scale,
     row1 = row0
     row2 = row0
     row3 = row0
-    for k in range(0, K, 4):
-        i0, c0 = hashed(indices, coefs, k, K, m, d, FOURS)
-        i1, c1 = hashed(indices, coefs, k + 1, K, m, d, FOURS)
-        i2, c2 = hashed(indices, coefs, k + 2, K, m, d, FOURS)
-        i3, c3 = hashed(indices, coefs, k + 3, K, m, d, FOURS)
-        if tl.maximum(tl.maximum(i0, i1), tl.maximum(i2, i3)) >= d:
-            table = (flip(c0, lane, 0) + flip(c1, lane, 1)) + (flip(c2, lane, 2) + flip(c3, lane, 3))
+    for first in range(0, K, 32):
+        i, c = hashed(indices, coefs, first + tl.arange(0, 32), K, m, d)
+        start = tl.min(tl.where(i < d, 32, tl.arange(0, 32)), 0) // 4 * 4  # a search lists basis vectors first
+        for k in range(start, tl.minimum(K - first, 32), 4):
+            i0, i1, i2, i3 = taken(i, k), taken(i, k + 1), taken(i, k + 2), taken(i, k + 3)
+            table = ((flip(taken(c, k), lane, 0) + flip(taken(c, k + 1), lane, 1))
+                     + (flip(taken(c, k + 2), lane, 2) + flip(taken(c, k + 3), lane, 3)))
             table = tl.broadcast_to(table, [max(1, BITS // 4), 32])
             even, odd = interleave(sign_words(packed, i0, w, d, W), sign_words(packed, i1, w, d, W), 0x55555555, 1)
             even2, odd2 = interleave(sign_words(packed, i2, w, d, W), sign_words(packed, i3, w, d, W), 0x55555555, 1)
             bits0, bits2 = interleave(even, even2, 0x33333333, 2)
             bits1, bits3 = interleave(odd, odd2, 0x33333333, 2)
             # Bit 4 is the next coordinate's: both halves of the table are alike.
-            row0 += tl.gather(table, (bits0 >> q) & 31, 1)
-            row1 += tl.gather(table, (bits1 >> q) & 31, 1)
-            row2 += tl.gather(table, (bits2 >> q) & 31, 1)
-            row3 += tl.gather(table, (bits3 >> q) & 31, 1)
+            row0 += tl.gather(table, (bits0.to(tl.uint32) >> q) & 31, 1)
+            row1 += tl.gather(table, (bits1.to(tl.uint32) >> q) & 31, 1)
+            row2 += tl.gather(table, (bits2.to(tl.uint32) >> q) & 31, 1)
+            row3 += tl.gather(table, (bits3.to(tl.uint32) >> q) & 31, 1)
     at = tl.max_contiguous(q * W + w, [1, 1])
     tl.store(y + at, (row0 * scale).to(y.dtype.element_ty), mask=at < d)
     tl.store(y + at + W, (row1 * scale).to(y.dtype.element_ty), mask=at + W < d)
@@ -245,7 +251,7 @@ def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None, plu
         indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, x=x, out=out, sizes=sizes,
         plus=plus, K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W, num_warps=min(8, max(1, d // 2048)),
         SLOTS=triton.next_power_of_2(indices.shape[1]) if y.dtype == torch.float32 else 0,
-        FOURS=indices.shape[1] % 4 == 0, ORDER="acq_rel" if (arch or arch_of(y.device)) == "hip" else "relaxed")
+        ORDER="acq_rel" if (arch or arch_of(y.device)) == "hip" else "relaxed")
 
 
 def decode_triton(indices, coefs, d, m, dtype=torch.float32, plus=None):
@@ -486,7 +492,7 @@ def halves(tile, M: tl.constexpr, N: tl.constexpr):
 
 
 @jit
-def flip_signs(x, words, b, w, r, rows, d: tl.constexpr, W: tl.constexpr, UPCAST: tl.constexpr):
+def flip_signs(x, words, b, w, r, rows, d: tl.constexpr, W: tl.constexpr):
     """Coordinates b*W + w of x with the sign bits flipped by bit b of `words`: of h_i * x, but for a factor."""
     k = b * W + w
     piece = tl.load(x + k[None, :], mask=(r[:, None] < rows) & (k[None, :] < d), other=0.0)
@@ -496,15 +502,31 @@ def flip_signs(x, words, b, w, r, rows, d: tl.constexpr, W: tl.constexpr, UPCAST
     else:
         sign = (((words >> b) & 1) << 15).to(tl.int16)
         piece = (piece.to(tl.int16, bitcast=True) ^ sign).to(x.dtype.element_ty, bitcast=True)
-    return piece.to(tl.float64) if UPCAST else piece
+    return piece
 
 
 @jit
-def flip_pairs(x, lower, upper, b, pair, r, rows, d: tl.constexpr, W: tl.constexpr):
-    """flip_signs for 16 bits, two neighbours in one word: `lower` has bits 0..15 of the words of both, `upper` the
-    rest."""
-    piece = tl.load(x.to(tl.pointer_type(tl.int32)) + b * (W // 2) + pair[None, :],
-                    mask=(r[:, None] < rows) & (b * W + 2 * pair[None, :] < d), other=0)
+def row_parents(parents, r, rows, low, parent_row, P: tl.constexpr):
+    """The parent of each row, token * P + place; 0 for a wrong one."""
+    i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=0)
+    return tl.where((i >= 0) & (i < low), i, 0).to(tl.int32)
+
+
+@jit
+def pair_words(packed, i, d: tl.constexpr, W: tl.constexpr):
+    """The packed signs of h_i, two neighbours in one word: bits 0..15 of the words of both, and the rest."""
+    pair = tl.arange(0, W // 2)[None, :]
+    even = sign_words(packed, i[:, None], 2 * pair, d, W)
+    odd = sign_words(packed, i[:, None], 2 * pair + 1, d, W)
+    return (even & 65535) | (odd << 16), ((even >> 16) & 65535) | (odd & -65536)
+
+
+@jit
+def flip_pairs(x, lower, upper, b, r, rows, d: tl.constexpr, W: tl.constexpr):
+    """flip_signs for 16 bits, two neighbours at a time: `lower` and `upper` are pair_words."""
+    pair = tl.arange(0, W // 2)[None, :]
+    piece = tl.load(x.to(tl.pointer_type(tl.int32)) + b * (W // 2) + pair,
+                    mask=(r[:, None] < rows) & (b * W + 2 * pair < d), other=0)
     both = piece ^ ((tl.where(b < 16, lower, upper) << (15 - b % 16)) & -2147450880)
     both = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(lower.shape[0], W)
     return both.to(x.dtype.element_ty, bitcast=True)
@@ -523,11 +545,18 @@ def expand_signs(gamma, b, like, D: tl.constexpr, W: tl.constexpr, BN: tl.conste
     return both.to(like, bitcast=True)
 
 
+@jit
+def multiply(left, right, total, UPCAST: tl.constexpr):
+    if UPCAST:
+        return tl.dot(left.to(tl.float64), right.to(tl.float64), total, out_dtype=total.dtype)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
 @jit(do_not_specialize=["rows", "low", "high", "parent_row"])
 def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, low, high, parent_row, scale,
                  P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOPS: tl.constexpr, G: tl.constexpr,
                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, PAIRS: tl.constexpr, UPCAST: tl.constexpr):
+                 BM: tl.constexpr, BN: tl.constexpr, TWO: tl.constexpr, PAIRS: tl.constexpr, UPCAST: tl.constexpr):
     """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
 
     A matrix product whose left side never exists in memory: its row (n, p) is x[n] with the sign bits flipped by h_i.
@@ -538,57 +567,61 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, 
     be: Triton 3.7.1 lets the next turn overwrite them while a product of Hopper's still reads (aot.py looks for that).
 
     With PAIRS Gamma comes as bits, a sixteenth of what L2 would have to give, and is made anew for every tile, a turn
-    ahead like the left side. Both are then made two numbers at a time.
+    ahead like the left side. Both are then made two numbers at a time. With TWO a program has a second tile, of the
+    next BM rows, so that Gamma is made for both at once: Blackwell has a memory for products that both fit into.
 
     A GPU adds up all products of a tile in one order, so that copies of a child, of several parents, are equal to the
     bit: select_kernel needs that. In Triton's interpreter numpy's order depends on the CPU and the place in the tile,
     and bfloat16 is multiplied by its bit patterns: so UPCAST, there, multiplies in float64.
     """
-    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # row = token * P + parent
+    r = tl.program_id(0).to(tl.int64) * (BM * (1 + TWO)) + tl.arange(0, BM)  # row = token * P + parent
     j = tl.program_id(1) * BN + tl.arange(0, BN)
     w = tl.arange(0, W)
-    i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=0)
-    i = tl.where((i >= 0) & (i < low), i, 0).to(tl.int32)
-    x += (r // P)[:, None] * d
+    i = row_parents(parents, r, rows, low, parent_row, P)
+    of_row = x + (r // P)[:, None] * d
     total = tl.zeros([BM, BN], tl.float64 if UPCAST else tl.float32)
+    if TWO:
+        r2 = r + BM
+        of_row2 = x + (r2 // P)[:, None] * d
+        lower2, upper2 = pair_words(packed, row_parents(parents, r2, rows, low, parent_row, P), d, W)
+        flipped2 = flip_pairs(of_row2, lower2, upper2, 0, r2, rows, d, W)
+        total2 = tl.zeros([BM, BN], total.dtype)
     if PAIRS:
-        pair = tl.arange(0, W // 2)
-        even = sign_words(packed, i[:, None], 2 * pair[None, :], d, W)
-        odd = sign_words(packed, i[:, None], 2 * pair[None, :] + 1, d, W)
-        lower = (even & 65535) | (odd << 16)
-        upper = ((even >> 16) & 65535) | (odd & -65536)
-        flipped = flip_pairs(x, lower, upper, 0, pair, r, rows, d, W)
+        lower, upper = pair_words(packed, i, d, W)
+        flipped = flip_pairs(of_row, lower, upper, 0, r, rows, d, W)
         right = expand_signs(gamma, 0, x.dtype.element_ty, D, W, BN)
         for b in range(BITS):
             after = (b + 1) % BITS
-            following = flip_pairs(x, lower, upper, after, pair, r, rows, d, W)
+            following = flip_pairs(of_row, lower, upper, after, r, rows, d, W)
             coming = expand_signs(gamma, after, x.dtype.element_ty, D, W, BN)
-            if UPCAST:
-                total = tl.dot(flipped.to(tl.float64), right.to(tl.float64), total, out_dtype=total.dtype)
-            else:
-                total = tl.dot(flipped, right, total)
+            total = multiply(flipped, right, total, UPCAST)
+            if TWO:
+                following2 = flip_pairs(of_row2, lower2, upper2, after, r2, rows, d, W)
+                total2 = multiply(flipped2, right, total2, UPCAST)
+                flipped2 = following2
             flipped = following
             right = coming
     else:
         words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
-        flipped = flip_signs(x, words, 0, w, r, rows, d, W, UPCAST)
+        flipped = flip_signs(of_row, words, 0, w, r, rows, d, W)
         for b in range(BITS):
             k = b * W + w
             right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
-            if UPCAST:
-                right = right.to(tl.float64)
-            following = flip_signs(x, words, (b + 1) % BITS, w, r, rows, d, W, UPCAST)
-            total = tl.dot(flipped, right, total, input_precision="ieee", out_dtype=total.dtype)
+            following = flip_signs(of_row, words, (b + 1) % BITS, w, r, rows, d, W)
+            total = multiply(flipped, right, total, UPCAST)
             flipped = following
-    # The parents again, and by quarters: what is not needed at a time must not take registers.
-    i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=-1)
-    left, right = halves(total.to(tl.float32) * scale, BM, BN)
-    first = tl.program_id(1) * BN
-    for half in tl.static_range(2):
-        one, two = halves(right if half else left, BM, BN // 2)
-        standardise(one, i, r, rows, first, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
-        standardise(two, i, r, rows, first + BN // 4, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
-        first += BN // 2
+    for tile in tl.static_range(1 + TWO):
+        r = tl.program_id(0).to(tl.int64) * (BM * (1 + TWO)) + tile * BM + tl.arange(0, BM)
+        # The parents again, and by quarters: what is not needed at a time must not take registers.
+        i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=-1)
+        left, right = halves(total2 if tile else total, BM, BN)
+        first = tl.program_id(1) * BN
+        for half in tl.static_range(2):
+            one, two = halves(right if half else left, BM, BN // 2)
+            one, two = one.to(tl.float32) * scale, two.to(tl.float32) * scale
+            standardise(one, i, r, rows, first, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
+            standardise(two, i, r, rows, first + BN // 4, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
+            first += BN // 2
 
 
 GROUP = 16  # children, neighbours in memory, of which the largest |z| is kept for the selection: two sectors of memory
@@ -612,13 +645,15 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None
     if generators is not None:
         BN = min(BN, 128)  # a pair for each product takes more registers than a row for all of a parent
     BN = min(BN, max(4 * GROUP, triton.next_power_of_2(D)))  # a quarter of a tile, at least, has a whole group
-    return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
+    pairs = gamma.dtype == torch.int32
+    two = pairs and generators is None and BN == 256 and arch in (100, 103)
+    return score_kernel, (triton.cdiv(N * P, BM * (1 + two)), triton.cdiv(D, BN)), dict(
         x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
         moments=moments, z=z, tops=tops, rows=N * P, low=low, high=high,
         parent_row=parents.stride(0), scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
         TOPS=0 if tops is None else tops.stride(0), G=GROUP,
         d=d, BITS=bits, W=W, BM=BM, BN=BN, num_warps=warps, num_stages=3 if W <= 32 else 2,
-        PAIRS=gamma.dtype == torch.int32, UPCAST=triton.knobs.runtime.interpret)
+        TWO=two, PAIRS=pairs, UPCAST=triton.knobs.runtime.interpret)
 
 
 def takes_pairs(d, dtype, arch):

@@ -10,7 +10,8 @@ the work of a token:
     overhead = 1 + (sum over kernels + element-wise bytes) / (time of the dense model at a given share of peak FLOPs)
 
 Counted as stated, not known: which branch a token takes (the code has active[0] basis features, never the slow path of
-the selection), turns of loops that depend on the data (for normally distributed scores), tables that stay in a cache.
+the selection), turns of loops that depend on the data (for normally distributed scores), and tables: one that fits into
+half of L2 stays there, of a larger one as much as fits, as if all of it were read equally often.
 Left out: launches, latency that other warps do not hide, bank conflicts, cache misses, the last wave of programs,
 the optimiser.
 """
@@ -71,12 +72,11 @@ class Loop(NamedTuple):
     turns: float
 
 
-def executions(code, loops, share=1.0):
+def executions(code, loops):
     """How often each instruction is executed, and the turns of each loop found.
 
     Counted is what comes before the first EXIT: behind it compilers put what is seldom needed (waiting, the slow path).
-    A loop is a branch backwards; one that only waits (NANOSLEEP) turns once. `share` of the turns run a long stretch
-    inside a loop that a branch passes over, be it an if or the else of one.
+    A loop is a branch backwards; one that only waits (NANOSLEEP) turns once.
     """
     stop = next(n for n, i in enumerate(code) if i.name.startswith("EXIT") and not i.conditional or i.target == n)
     times = [float(n <= stop) for n in range(len(code))]
@@ -100,13 +100,6 @@ def executions(code, loops, share=1.0):
         found.append((loop.marker, turns))
         for n in body:
             times[n] *= turns
-        passed = set()
-        for n in body:
-            skip = code[n].target
-            if skip is not None and n + 20 < skip <= end:
-                passed.update(range(n + 1, skip))
-        for n in passed:
-            times[n] *= share
     return times, found
 
 
@@ -159,10 +152,9 @@ class Kernel(NamedTuple):
     memory: float      # bytes of a token that no cache can spare
     l2: float          # bytes of a token that pass through L2
     flops: float = 0   # of a token, on tensor cores
-    share: float = 1.0
 
 
-def step_kernels(config, cache):
+def step_kernels(config, gpu):
     """Every kernel of one layer's forward and backward pass, with what a token needs.
 
     bfloat16 activations, float32 sums.
@@ -173,10 +165,9 @@ def step_kernels(config, cache):
     indices, coefs = torch.empty(TOKENS, K, dtype=torch.int64), torch.empty(TOKENS, K)
     hashed, sizes = K - active[0], torch.empty(TOKENS, 2)
     signs = 8 * W * hashed  # two rows of packed signs of every sign vector
-    fours = math.ceil(K / 4)
-    adding = dict(
-        loops=[Loop("SHFL", d / 32 / kernels.decode_launch(indices, coefs, y, m, 1.0)[2]["num_warps"], fours)],
-        tokens=TOKENS, share=(fours - active[0] // 4) / fours)
+    warps = kernels.decode_launch(indices, coefs, y, m, 1.0)[2]["num_warps"]
+    lists, fours = math.ceil(K / 32), math.ceil(hashed / 4)  # of 32 features, and of four of them that are no basis
+    adding = dict(loops=[Loop("C?REDUX", 1, lists), Loop("SHFL", d / 32 / warps + 8, fours / lists)], tokens=TOKENS)
     # Index and coefficient of a feature; y, and once more as bfloat16.
     moved = 12 * K + 4 * d + 2 * d
     # y is read back; an addition in memory takes 32 bytes of L2.
@@ -196,7 +187,7 @@ def step_kernels(config, cache):
             C = P * D
             parents, generators, z = (torch.empty(TOKENS, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64),
                                       torch.empty(TOKENS, C))
-            gamma, moments = aot.gamma_like(d, D, torch.bfloat16, 90), torch.empty(low, 2, D)
+            gamma, moments = aot.gamma_like(d, D, torch.bfloat16, gpu["capability"]), torch.empty(low, 2, D)
             pairs = torch.empty(2 ** config.bits[level] - low, dtype=torch.int64)
             # Entries of the table of moments, made once a pass; a random read takes 32 bytes of L2.
             made = low * D / PASS
@@ -205,13 +196,14 @@ def step_kernels(config, cache):
                          [], PASS, 8 * made, 40 * made)
             tops = torch.empty(TOKENS, P * math.ceil(D / kernels.GROUP))
             launch = kernels.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level],
-                                          tops=tops.view(TOKENS * P, -1))
+                                          gpu["capability"], tops=tops.view(TOKENS * P, -1))
             tile = launch[2]
             moved = 2 * d + 8 * P + 4 * C + 4 * tops.shape[1]
             yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,
-                         moved + 8 * C * (8 * low * D > cache / 2),
+                         # The table of moments, as far as half of the cache cannot hold it.
+                         moved + 8 * C * max(0, 1 - gpu["cache"] / 2 / moments.nbytes),
                          # The parents of a token find its x in L1.
-                         moved + 8 * C + gamma.nbytes * P / tile["BM"], flops=2 * C * d)
+                         moved + 8 * C + gamma.nbytes * P / (tile["BM"] * (1 + tile["TWO"])), flops=2 * C * d)
             launch = kernels.select_launch(z, parents, generators, *found, rstd=torch.empty(m), tops=tops,
                                            scales=found[1])
             tile = launch[2]
@@ -257,7 +249,7 @@ def analyse(kernel, capability):
     target, (_, grid, arguments) = f"sm_{capability}", kernel.launch
     registers, _, _, shared, _ = aot.needs(kernel.launch, target)
     code = aot.parse(aot.cuobjdump(aot.compiled(kernel.launch, target).asm["cubin"], "-sass"))
-    times, loops = executions(code, kernel.loops, kernel.share)
+    times, loops = executions(code, kernel.loops)
     each = math.prod(grid) * arguments["num_warps"] / kernel.tokens  # warps a token
     return dict(registers=registers, shared=shared, warps_per_sm=occupancy(registers, shared, arguments["num_warps"]),
                 loops=loops, instructions={name: each * n for name, n in count(code, times).items()})
@@ -281,7 +273,7 @@ def predict_kernel(kernel, gpu, pipe_share=PIPE_SHARE):
 def predict(row, name, pipe_share=PIPE_SHARE):
     """One row on one GPU: microseconds of one layer and 1,024 tokens, forward and backward."""
     config, gpu = load([os.path.join(os.path.dirname(__file__), "configs", row + ".py")]), GPUS[name]
-    parts = [predict_kernel(kernel, gpu, pipe_share) for kernel in step_kernels(config, gpu["cache"])]
+    parts = [predict_kernel(kernel, gpu, pipe_share) for kernel in step_kernels(config, gpu)]
     other = 1024e6 * other_bytes(config) / (gpu["memory"] * SHARE["memory"])
     total = other + sum(part["microseconds"] for part in parts)
     dense = {u: 1024e6 * dense_flops(config) / (gpu["tensor"] * u) for u in UTILISATION}

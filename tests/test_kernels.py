@@ -275,6 +275,22 @@ def test_scores_from_bits_of_the_generators(d, m, P, D, dtype):
     assert_as_exact_as_torch(kernels.score_triton(x, *rest), kernels.score_reference(x.float(), *rest), exact)
 
 
+@needs_triton
+@pytest.mark.parametrize("N, P", [(40, 4), (65, 2), (3, 50), (128, 2)])
+def test_two_tiles_of_rows_in_a_program_give_the_same(monkeypatch, N, P):
+    """As on Blackwell, also where the second tile is cut off, or empty."""
+    x, parents, *rest = level(64, 1024, N, P, 200, dtype=torch.bfloat16)
+    parents[0, 1] = 64  # no parent
+    launched, run, z = [], kernels.run, []
+    monkeypatch.setattr(kernels, "run", lambda launch: (launched.append(launch[2].get("TWO")), run(launch)))
+    for arch in 90, 100:
+        monkeypatch.setattr(kernels, "arch_of", lambda device, arch=arch: arch)
+        z.append(kernels.score_triton(x, parents, *rest))
+    assert launched == [None, False, None, True]  # after the table of moments
+    torch.testing.assert_close(*z, rtol=0, atol=0, equal_nan=True)
+    assert z[0].view(N, P, -1)[0, 1].isnan().all() and z[0].isnan().sum() == len(rest[0])
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("d, m, N, P, D, k", [(8, 64, 5, 4, 9, 3), (64, 1024, 6, 5, 33, 20), (128, 4096, 4, 8, 64, 16),
                                               (128, 2048, 3, 16, 300, 100), (64, 4096, 2, 3, 5, 1)])
