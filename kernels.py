@@ -492,10 +492,18 @@ def halves(tile, M: tl.constexpr, N: tl.constexpr):
 
 
 @jit
-def flip_signs(x, words, b, w, r, rows, d: tl.constexpr, W: tl.constexpr):
+def for_rows(piece, rows: tl.constexpr):
+    """A row for each token of a tile -> one for each row of the tile, as tile_rows has them."""
+    tokens: tl.constexpr = piece.shape[0]
+    width: tl.constexpr = piece.shape[1]
+    return piece[None, :, :].broadcast_to(rows // tokens, tokens, width).reshape(rows, width)
+
+
+@jit
+def flip_signs(x, words, b, w, live, d: tl.constexpr, W: tl.constexpr):
     """Coordinates b*W + w of x with the sign bits flipped by bit b of `words`: of h_i * x, but for a factor."""
     k = b * W + w
-    piece = tl.load(x + k[None, :], mask=(r[:, None] < rows) & (k[None, :] < d), other=0.0)
+    piece = for_rows(tl.load(x + k[None, :], mask=live & (k[None, :] < d), other=0.0), words.shape[0])
     if x.dtype.element_ty == tl.float32:
         sign = (words << (31 - b)) & -2147483648
         piece = (piece.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
@@ -503,6 +511,20 @@ def flip_signs(x, words, b, w, r, rows, d: tl.constexpr, W: tl.constexpr):
         sign = (((words >> b) & 1) << 15).to(tl.int16)
         piece = (piece.to(tl.int16, bitcast=True) ^ sign).to(x.dtype.element_ty, bitcast=True)
     return piece
+
+
+@jit
+def tile_rows(start, BM: tl.constexpr, TOKENS: tl.constexpr):
+    """The rows token * P + parent of a tile: its tokens in turn, so that a thread has several parents of one token."""
+    place = tl.arange(0, BM)
+    return start + place % TOKENS * (BM // TOKENS) + place // TOKENS
+
+
+@jit
+def tile_input(x, start, rows, P: tl.constexpr, BM: tl.constexpr, TOKENS: tl.constexpr, d: tl.constexpr):
+    """x of the tokens of a tile, and which of these there are."""
+    token = ((start + tl.arange(0, TOKENS) * (BM // TOKENS)) // P)[:, None]
+    return x + token * d, token * P < rows
 
 
 @jit
@@ -522,12 +544,11 @@ def pair_words(packed, i, d: tl.constexpr, W: tl.constexpr):
 
 
 @jit
-def flip_pairs(x, lower, upper, b, r, rows, d: tl.constexpr, W: tl.constexpr):
+def flip_pairs(x, lower, upper, b, live, d: tl.constexpr, W: tl.constexpr):
     """flip_signs for 16 bits, two neighbours at a time: `lower` and `upper` are pair_words."""
     pair = tl.arange(0, W // 2)[None, :]
-    piece = tl.load(x.to(tl.pointer_type(tl.int32)) + b * (W // 2) + pair,
-                    mask=(r[:, None] < rows) & (b * W + 2 * pair < d), other=0)
-    both = piece ^ ((tl.where(b < 16, lower, upper) << (15 - b % 16)) & -2147450880)
+    piece = tl.load(x.to(tl.pointer_type(tl.int32)) + b * (W // 2) + pair, mask=live & (b * W + 2 * pair < d), other=0)
+    both = for_rows(piece, lower.shape[0]) ^ ((tl.where(b < 16, lower, upper) << (15 - b % 16)) & -2147450880)
     both = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(lower.shape[0], W)
     return both.to(x.dtype.element_ty, bitcast=True)
 
@@ -556,11 +577,15 @@ def multiply(left, right, total, UPCAST: tl.constexpr):
 def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, low, high, parent_row, scale,
                  P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOPS: tl.constexpr, G: tl.constexpr,
                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, TWO: tl.constexpr, PAIRS: tl.constexpr, UPCAST: tl.constexpr):
+                 BM: tl.constexpr, BN: tl.constexpr, TOKENS: tl.constexpr, TWO: tl.constexpr,
+                 PAIRS: tl.constexpr, UPCAST: tl.constexpr):
     """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
 
     A matrix product whose left side never exists in memory: its row (n, p) is x[n] with the sign bits flipped by h_i.
     D generators of a row of z, ROW long. For generators, moments, and tops with rows of TOPS, see standardise.
+
+    A tile has TOKENS tokens with all of their parents, if P divides it, and x is read once for them; else a row has its
+    own.
 
     Each turn of the loop flips the piece that the next one multiplies. So the flipping goes on while the tensor cores
     work; and the piece, as a value carried by the loop, is multiplied from shared memory. From registers it must not
@@ -574,44 +599,44 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, 
     bit: select_kernel needs that. In Triton's interpreter numpy's order depends on the CPU and the place in the tile,
     and bfloat16 is multiplied by its bit patterns: so UPCAST, there, multiplies in float64.
     """
-    r = tl.program_id(0).to(tl.int64) * (BM * (1 + TWO)) + tl.arange(0, BM)  # row = token * P + parent
+    start = tl.program_id(0).to(tl.int64) * (BM * (1 + TWO))
     j = tl.program_id(1) * BN + tl.arange(0, BN)
     w = tl.arange(0, W)
-    i = row_parents(parents, r, rows, low, parent_row, P)
-    of_row = x + (r // P)[:, None] * d
+    i = row_parents(parents, tile_rows(start, BM, TOKENS), rows, low, parent_row, P)
+    of_token, live = tile_input(x, start, rows, P, BM, TOKENS, d)
     total = tl.zeros([BM, BN], tl.float64 if UPCAST else tl.float32)
     if TWO:
-        r2 = r + BM
-        of_row2 = x + (r2 // P)[:, None] * d
-        lower2, upper2 = pair_words(packed, row_parents(parents, r2, rows, low, parent_row, P), d, W)
-        flipped2 = flip_pairs(of_row2, lower2, upper2, 0, r2, rows, d, W)
+        i2 = row_parents(parents, tile_rows(start + BM, BM, TOKENS), rows, low, parent_row, P)
+        of_token2, live2 = tile_input(x, start + BM, rows, P, BM, TOKENS, d)
+        lower2, upper2 = pair_words(packed, i2, d, W)
+        flipped2 = flip_pairs(of_token2, lower2, upper2, 0, live2, d, W)
         total2 = tl.zeros([BM, BN], total.dtype)
     if PAIRS:
         lower, upper = pair_words(packed, i, d, W)
-        flipped = flip_pairs(of_row, lower, upper, 0, r, rows, d, W)
+        flipped = flip_pairs(of_token, lower, upper, 0, live, d, W)
         right = expand_signs(gamma, 0, x.dtype.element_ty, D, W, BN)
         for b in range(BITS):
             after = (b + 1) % BITS
-            following = flip_pairs(of_row, lower, upper, after, r, rows, d, W)
+            following = flip_pairs(of_token, lower, upper, after, live, d, W)
             coming = expand_signs(gamma, after, x.dtype.element_ty, D, W, BN)
             total = multiply(flipped, right, total, UPCAST)
             if TWO:
-                following2 = flip_pairs(of_row2, lower2, upper2, after, r2, rows, d, W)
+                following2 = flip_pairs(of_token2, lower2, upper2, after, live2, d, W)
                 total2 = multiply(flipped2, right, total2, UPCAST)
                 flipped2 = following2
             flipped = following
             right = coming
     else:
         words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
-        flipped = flip_signs(of_row, words, 0, w, r, rows, d, W)
+        flipped = flip_signs(of_token, words, 0, w, live, d, W)
         for b in range(BITS):
             k = b * W + w
             right = tl.load(gamma + k[:, None] * D + j[None, :], mask=(k[:, None] < d) & (j[None, :] < D), other=0.0)
-            following = flip_signs(of_row, words, (b + 1) % BITS, w, r, rows, d, W)
+            following = flip_signs(of_token, words, (b + 1) % BITS, w, live, d, W)
             total = multiply(flipped, right, total, UPCAST)
             flipped = following
     for tile in tl.static_range(1 + TWO):
-        r = tl.program_id(0).to(tl.int64) * (BM * (1 + TWO)) + tile * BM + tl.arange(0, BM)
+        r = tile_rows(start + tile * BM, BM, TOKENS)
         # The parents again, and by quarters: what is not needed at a time must not take registers.
         i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=-1)
         left, right = halves(total2 if tile else total, BM, BN)
@@ -653,7 +678,7 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None
         parent_row=parents.stride(0), scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
         TOPS=0 if tops is None else tops.stride(0), G=GROUP,
         d=d, BITS=bits, W=W, BM=BM, BN=BN, num_warps=warps, num_stages=3 if W <= 32 else 2,
-        TWO=two, PAIRS=pairs, UPCAST=triton.knobs.runtime.interpret)
+        TOKENS=BM if BM % P else BM // P, TWO=two, PAIRS=pairs, UPCAST=triton.knobs.runtime.interpret)
 
 
 def takes_pairs(d, dtype, arch):
