@@ -433,16 +433,17 @@ def moments_kernel(parents, generators, pairs, moments, rows, low, high,
                    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """moments[r] = mean and rstd, (2, D), of the children of parents[r]. In `pairs` the two lie side by side: one load.
 
-    A child outside of low .. high - 1, of a wrong parent or generator, gets NaN.
+    A child outside of low .. high - 1, of a wrong parent or generator, gets NaN. Children of neighbouring parents are
+    neighbours, though in another order: lanes that read go by parents, and those that write by generators.
     """
-    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
-    j = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
-    real = (r < rows) & (j < D)
-    i = tl.load(parents + r, mask=r < rows, other=-1)
-    child = i ^ tl.load(generators + j, mask=j < D, other=0)
-    known = real & (i >= 0) & (i < low) & (child >= low) & (child < high)
-    pair = tl.load(pairs + (child - low), mask=known, other=0x7FC000007FC00000)
-    moments += r * (2 * D) + j
+    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    j = tl.program_id(1) * BN + tl.arange(0, BN)
+    i = tl.load(parents + r, mask=r < rows, other=-1)[None, :]
+    child = i ^ tl.load(generators + j, mask=j < D, other=0)[:, None]
+    known = (i >= 0) & (i < low) & (child >= low) & (child < high)
+    pair = tl.load(pairs + (child - low), mask=known, other=0x7FC000007FC00000).trans()
+    moments += r[:, None] * (2 * D) + j[None, :]
+    real = (r < rows)[:, None] & (j < D)[None, :]
     tl.store(moments, pair.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
     tl.store(moments + D, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=real)
 

@@ -189,11 +189,11 @@ def step_kernels(config, gpu):
                                       torch.empty(TOKENS, C))
             gamma, moments = aot.gamma_like(d, D, torch.bfloat16, gpu["capability"]), torch.empty(low, 2, D)
             pairs = torch.empty(2 ** config.bits[level] - low, dtype=torch.int64)
-            # Entries of the table of moments, made once a pass; a random read takes 32 bytes of L2.
+            # Entries of the table of moments, made once a pass: 16 parents together read whole sectors of L2.
             made = low * D / PASS
             yield Kernel(f"moments {level}",
                          kernels.moments_launch(torch.empty(low, dtype=torch.int64), generators, pairs, moments, low),
-                         [], PASS, 8 * made, 40 * made)
+                         [], PASS, 8 * made, 16 * made)
             tops = torch.empty(TOKENS, P * math.ceil(D / kernels.GROUP))
             launch = kernels.score_launch(x, parents, gamma, None, moments, z.view(-1, D), low, 2 ** config.bits[level],
                                           gpu["capability"], tops=tops.view(TOKENS * P, -1))
