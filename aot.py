@@ -4,9 +4,10 @@
                              for AMD's gfx942: registers, stack, spills, shared memory and hazards. Fails if one
                              spills, does not fit, or has a hazard.
 
-A hazard is an instruction that overwrites a register which an asynchronous product may still read (NVIDIA's Hopper), or
-reads memory before an addition to it is known to be done (AMD). Triton 3.7.1 makes the first kind by mistake: its issue
-9433, of products whose left side comes from registers. predict.py counts the instructions of the same machine code.
+A hazard is an instruction that overwrites what an asynchronous product may still read, a register (NVIDIA's Hopper) or
+shared memory (Blackwell), or that reads memory before an addition to it is known to be done (AMD). Triton 3.7.1 makes
+the first two kinds by mistake: of products whose left side comes from registers (its issue 9433), and of two products
+that share a side, of which it waits for the first only. predict.py counts the instructions of the same machine code.
 """
 import argparse
 import itertools
@@ -220,6 +221,29 @@ def hazards(code):
     return found
 
 
+def overtaken(text):
+    """The lines of Triton's code for Blackwell that write shared memory which a product in flight may still read.
+
+    A wait is for the oldest product with a side that it names, and for those before. Each loop is gone through twice.
+    """
+    lines, found, flying = text.splitlines(), set(), []
+    for begin in [n for n, line in enumerate(lines) if "scf.for" in line][::-1]:
+        indent = len(lines[begin]) - len(lines[begin].lstrip())
+        end = next(n for n in range(begin, len(lines)) if lines[n].startswith(" " * indent + "}"))
+        lines[begin : end + 1] = lines[begin : end + 1] * 2
+    for line in lines:
+        operation, operands = (re.findall(r"\bttn?g\.(\w+) (.*?) : ", line) or [("", "")])[0]
+        named = re.findall(r"%[\w#]+", operands)
+        if operation == "tc_gen5_mma" and "{is_async" in line:
+            flying.append(set(named[:2]))
+        elif operation == "wait_barrier":
+            done = next((n for n, sides in enumerate(flying) if sides & set(named)), -1)
+            flying = flying[done + 1 :]
+        elif operation == "local_store" and any(named[-1] in sides for sides in flying):
+            found.add(line)
+    return found
+
+
 def unordered(text):
     """The lines of AMD's assembly that read memory, or add to it, while an addition or a store is not known to be done.
 
@@ -258,7 +282,9 @@ def needs(launch, target):
         return Needs(*found, binary.metadata.shared, len(unordered(text)))
     usage = cuobjdump(binary.asm["cubin"], "--dump-resource-usage").partition("Function")[2]
     found = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK", "LOCAL"))
-    return Needs(*found, binary.metadata.shared, len(hazards(parse(cuobjdump(binary.asm["cubin"], "-sass")))))
+    wrong = (overtaken(binary.asm["ttgir"]) if TARGETS[target][1] in (100, 103) else
+             hazards(parse(cuobjdump(binary.asm["cubin"], "-sass"))))
+    return Needs(*found, binary.metadata.shared, len(wrong))
 
 
 def row(job):

@@ -20,6 +20,7 @@ typedef double wide __attribute__((vector_size(64), aligned(8)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define AHEAD 24  /* so many turns of a loop before it reads at random, memory is asked for it */
+#define TOGETHER 32  /* generators whose children are standardised before the next ones' */
 #define FEW 256  /* candidates that are compared each with each */
 #define TOP 0x7FFFFFFFu
 #define NAN_SIZE 0x7FC00000u  /* the |z| of every NaN from here up: above infinity */
@@ -199,8 +200,8 @@ void dot(const int64_t *indices, const float *x, const float *y, const float *li
 }
 
 /* The gradient of the whole bottleneck to its input x, from that of y, what it gave; from those of the coefficients, if
-   the loss reads them (of_coefs); and from `others`, to x by other ways, if there are any. A coefficient is a score times
-   `scales`, plus a constant. */
+   the loss reads them (of_coefs); and from `others`, to x by other ways, if there are any. A coefficient is a score
+   times `scales`, plus a constant. */
 void narrow_backward(const int64_t *indices, const float *grad, const float *of_coefs, const float *others,
                      const float *y, const float *x, const float *norms, const float *scales, const uint32_t *packed,
                      float *to_x, int64_t N, int64_t K, int64_t d, int64_t BITS, int64_t W, int64_t threads)
@@ -271,11 +272,10 @@ INLINE bits larger(bits a, bits b)
     return (a & which) | (b & ~which);
 }
 
-/* A |z| that the largest of `keep` groups reach, or of some more:
-   hardly any candidate below it can be among the k best. */
-static uint32_t estimate(Selection *s)
+/* A |z| that the largest of `keep` groups reach, or of some more. */
+static uint32_t estimate(Selection *s, int64_t keep)
 {
-    int64_t groups = s->groups, keep = s->keep;
+    int64_t groups = s->groups;
     bits most = {0};
     for (int64_t g = 0; g < groups; g += 16) {
         bits top = {0};
@@ -355,8 +355,9 @@ static void rank(Selection *s, int64_t count)
 static void take(Selection *s, const int64_t *parents, const uint32_t *generators, int64_t D,
                  int64_t *indices, float *coefs)
 {
-    uint32_t bar = estimate(s), *hits = s->listed, *listed = hits + s->groups;
-    for (;; bar = 0) {  /* too many of the candidates were repeats */
+    uint32_t *hits = s->listed, *listed = hits + s->groups;
+    for (int64_t keep = s->keep;; keep *= 4) {  /* more, if too many of the candidates were repeats */
+        uint32_t bar = estimate(s, keep);
         int64_t groups = 0, count = 0;
         for (int64_t g = 0; g < s->groups; g++) hits[groups] = g, groups += s->top[g] >= bar;
         for (int64_t h = 0; h < groups; h++) {
@@ -440,28 +441,27 @@ void sign_flips(const float *x, const int64_t *parents, const uint32_t *packed, 
     }
 }
 
-/* Second half, after the product: scores (N, P * D), still times sqrt(d), are standardised in place. Mean and 1/std are
-   laid side by side first: those of a million features are far away, and so one read brings both. */
+/* Second half, after the product: scores (N, P * D), still times sqrt(d), are standardised in place. The moments of a
+   million features do not fit into a near cache, those of a few generators' children do: parents differ in their low
+   bits only. So all parents come before the next few generators. */
 void standardise(float *z, const int64_t *parents, const int64_t *generators, const float *mean, const float *rstd,
-                 int64_t N, int64_t P, int64_t D, int64_t d, int64_t low, int64_t features, int64_t threads)
+                 int64_t N, int64_t P, int64_t D, int64_t d, int64_t low, int64_t threads)
 {
-    uint32_t *words = narrow(generators, D);
-    float scale = 1 / sqrtf(d), *both = room(features * 8);
-    #pragma omp parallel num_threads(threads)
-    {
-        #pragma omp for schedule(static)
-        for (int64_t i = 0; i < features; i++) both[2 * i] = mean[i], both[2 * i + 1] = rstd[i];
-        #pragma omp for schedule(static)
+    uint32_t *words = narrow(generators, D), *from = narrow(parents, N * P);
+    float scale = 1 / sqrtf(d);
+    #pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < D; first += TOGETHER) {
+        int64_t last = first + TOGETHER < D ? first + TOGETHER : D;
         for (int64_t r = 0; r < N * P; r++) {
-            uint32_t parent = parents[r];
-            for (int64_t j = 0; j < D; j++) {
-                int64_t own = (parent ^ words[j]) - low, later = (parent ^ words[j + AHEAD < D ? j + AHEAD : j]) - low;
-                __builtin_prefetch(both + 2 * later);
-                z[r * D + j] = (z[r * D + j] * scale - both[2 * own]) * both[2 * own + 1];
+            float *row = z + r * D;
+            for (int64_t j = first; j < last; j += 16) __builtin_prefetch(row + 8 * D + j, 1);
+            for (int64_t j = first; j < last; j++) {
+                int32_t own = (int32_t)(from[r] ^ words[j]) - (int32_t)low;
+                row[j] = (row[j] * scale - mean[own]) * rstd[own];
             }
         }
     }
-    free(words), free(both);
+    free(words), free(from);
 }
 
 /* The selection alone, for scores z (N, P * D). */
@@ -674,8 +674,8 @@ INLINE int64_t owner(uint32_t feature, int64_t threads)
 }
 
 /* For every feature, the number of tokens r on which it is a child parents[r, p] ^ generators[j], and over these the
-   sum of its z (R, P * D) and of its z squared are added to sums (m, 3). A child of two parents counts once. Each thread
-   lists the children that are its own, so that every sum is made in one order. */
+   sum of its z (R, P * D) and of its z squared are added to sums (m, 3). A child of two parents counts once. Each
+   thread lists the children that are its own, so that every sum is made in one order. */
 void collect(const float *z, const int64_t *parents, const int64_t *generators, float *sums,
              int64_t R, int64_t P, int64_t D, int64_t m, int64_t threads)
 {

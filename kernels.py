@@ -245,13 +245,14 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, plus, K, m, scale,
 
 
 def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None, plus=None, arch=None):
-    d = y.shape[1]
+    d, arch = y.shape[1], arch or arch_of(y.device)
     bits, W = packing(d)
     return decode_kernel, (len(indices),), dict(
         indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, x=x, out=out, sizes=sizes,
-        plus=plus, K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W, num_warps=min(8, max(1, d // 2048)),
+        plus=plus, K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W,
+        num_warps=min(4 if arch == "hip" else 8, max(1, d // 2048)),  # 8 of AMD's do not compile
         SLOTS=triton.next_power_of_2(indices.shape[1]) if y.dtype == torch.float32 else 0,
-        ORDER="acq_rel" if (arch or arch_of(y.device)) == "hip" else "relaxed")
+        ORDER="acq_rel" if arch == "hip" else "relaxed")
 
 
 def decode_triton(indices, coefs, d, m, dtype=torch.float32, plus=None):
@@ -578,8 +579,7 @@ def multiply(left, right, total, UPCAST: tl.constexpr):
 def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, low, high, parent_row, scale,
                  P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOPS: tl.constexpr, G: tl.constexpr,
                  d: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, TOKENS: tl.constexpr, TWO: tl.constexpr,
-                 PAIRS: tl.constexpr, UPCAST: tl.constexpr):
+                 BM: tl.constexpr, BN: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, UPCAST: tl.constexpr):
     """z[n, p, j] = (<Gamma_j, h_i * x[n]> - mean) * rstd with i = parents[n, p], mean and rstd of feature i ^ g_j.
 
     A matrix product whose left side never exists in memory: its row (n, p) is x[n] with the sign bits flipped by h_i.
@@ -593,38 +593,27 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, 
     be: Triton 3.7.1 lets the next turn overwrite them while a product of Hopper's still reads (aot.py looks for that).
 
     With PAIRS Gamma comes as bits, a sixteenth of what L2 would have to give, and is made anew for every tile, a turn
-    ahead like the left side. Both are then made two numbers at a time. With TWO a program has a second tile, of the
-    next BM rows, so that Gamma is made for both at once: Blackwell has a memory for products that both fit into.
+    ahead like the left side. Both are then made two numbers at a time.
 
     A GPU adds up all products of a tile in one order, so that copies of a child, of several parents, are equal to the
     bit: select_kernel needs that. In Triton's interpreter numpy's order depends on the CPU and the place in the tile,
     and bfloat16 is multiplied by its bit patterns: so UPCAST, there, multiplies in float64.
     """
-    start = tl.program_id(0).to(tl.int64) * (BM * (1 + TWO))
+    start = tl.program_id(0).to(tl.int64) * BM
+    r = tile_rows(start, BM, TOKENS)
     j = tl.program_id(1) * BN + tl.arange(0, BN)
     w = tl.arange(0, W)
-    i = row_parents(parents, tile_rows(start, BM, TOKENS), rows, low, parent_row, P)
+    i = row_parents(parents, r, rows, low, parent_row, P)
     of_token, live = tile_input(x, start, rows, P, BM, TOKENS, d)
     total = tl.zeros([BM, BN], tl.float64 if UPCAST else tl.float32)
-    if TWO:
-        i2 = row_parents(parents, tile_rows(start + BM, BM, TOKENS), rows, low, parent_row, P)
-        of_token2, live2 = tile_input(x, start + BM, rows, P, BM, TOKENS, d)
-        lower2, upper2 = pair_words(packed, i2, d, W)
-        flipped2 = flip_pairs(of_token2, lower2, upper2, 0, live2, d, W)
-        total2 = tl.zeros([BM, BN], total.dtype)
     if PAIRS:
         lower, upper = pair_words(packed, i, d, W)
         flipped = flip_pairs(of_token, lower, upper, 0, live, d, W)
         right = expand_signs(gamma, 0, x.dtype.element_ty, D, W, BN)
         for b in range(BITS):
-            after = (b + 1) % BITS
-            following = flip_pairs(of_token, lower, upper, after, live, d, W)
-            coming = expand_signs(gamma, after, x.dtype.element_ty, D, W, BN)
+            following = flip_pairs(of_token, lower, upper, (b + 1) % BITS, live, d, W)
+            coming = expand_signs(gamma, (b + 1) % BITS, x.dtype.element_ty, D, W, BN)
             total = multiply(flipped, right, total, UPCAST)
-            if TWO:
-                following2 = flip_pairs(of_token2, lower2, upper2, after, live2, d, W)
-                total2 = multiply(flipped2, right, total2, UPCAST)
-                flipped2 = following2
             flipped = following
             right = coming
     else:
@@ -636,18 +625,16 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, 
             following = flip_signs(of_token, words, (b + 1) % BITS, w, live, d, W)
             total = multiply(flipped, right, total, UPCAST)
             flipped = following
-    for tile in tl.static_range(1 + TWO):
-        r = tile_rows(start + tile * BM, BM, TOKENS)
-        # The parents again, and by quarters: what is not needed at a time must not take registers.
-        i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=-1)
-        left, right = halves(total2 if tile else total, BM, BN)
-        first = tl.program_id(1) * BN
-        for half in tl.static_range(2):
-            one, two = halves(right if half else left, BM, BN // 2)
-            one, two = one.to(tl.float32) * scale, two.to(tl.float32) * scale
-            standardise(one, i, r, rows, first, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
-            standardise(two, i, r, rows, first + BN // 4, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
-            first += BN // 2
+    # The parents again, and by quarters: what is not needed at a time must not take registers.
+    i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=-1)
+    left, right = halves(total, BM, BN)
+    first = tl.program_id(1) * BN
+    for half in tl.static_range(2):
+        one, two = halves(right if half else left, BM, BN // 2)
+        one, two = one.to(tl.float32) * scale, two.to(tl.float32) * scale
+        standardise(one, i, r, rows, first, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
+        standardise(two, i, r, rows, first + BN // 4, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
+        first += BN // 2
 
 
 GROUP = 16  # children, neighbours in memory, of which the largest |z| is kept for the selection: two sectors of memory
@@ -671,15 +658,13 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None
     if generators is not None:
         BN = min(BN, 128)  # a pair for each product takes more registers than a row for all of a parent
     BN = min(BN, max(4 * GROUP, triton.next_power_of_2(D)))  # a quarter of a tile, at least, has a whole group
-    pairs = gamma.dtype == torch.int32
-    two = pairs and generators is None and BN == 256 and arch in (100, 103)
-    return score_kernel, (triton.cdiv(N * P, BM * (1 + two)), triton.cdiv(D, BN)), dict(
+    return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
         x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
         moments=moments, z=z, tops=tops, rows=N * P, low=low, high=high,
         parent_row=parents.stride(0), scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
         TOPS=0 if tops is None else tops.stride(0), G=GROUP,
         d=d, BITS=bits, W=W, BM=BM, BN=BN, num_warps=warps, num_stages=3 if W <= 32 else 2,
-        TOKENS=BM if BM % P else BM // P, TWO=two, PAIRS=pairs, UPCAST=triton.knobs.runtime.interpret)
+        TOKENS=BM if BM % P else BM // P, PAIRS=gamma.dtype == torch.int32, UPCAST=triton.knobs.runtime.interpret)
 
 
 def takes_pairs(d, dtype, arch):

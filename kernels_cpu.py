@@ -189,7 +189,7 @@ def score_product_c(x, parents, generators, mean, rstd, low):
         hx = flipped[: rows.stop - rows.start]
         call("sign_flips", x[rows], parents[rows], packed, hx, len(hx), P, d, *packing(d), threads(P * len(hx)))
         torch.matmul(hx, gamma.t(), out=z[rows].view(-1, P, D))
-    call("standardise", z, parents, generators, mean, rstd, N, P, D, d, low, len(mean), threads(N))
+    call("standardise", z, parents, generators, mean, rstd, N, P, D, d, low, threads(N))
     return z
 
 

@@ -203,7 +203,7 @@ def step_kernels(config, gpu):
                          # The table of moments, as far as half of the cache cannot hold it.
                          moved + 8 * C * max(0, 1 - gpu["cache"] / 2 / moments.nbytes),
                          # The parents of a token find its x in L1.
-                         moved + 8 * C + gamma.nbytes * P / (tile["BM"] * (1 + tile["TWO"])), flops=2 * C * d)
+                         moved + 8 * C + gamma.nbytes * P / tile["BM"], flops=2 * C * d)
             launch = kernels.select_launch(z, parents, generators, *found, rstd=torch.empty(m), tops=tops,
                                            scales=found[1])
             tile = launch[2]

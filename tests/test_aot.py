@@ -15,7 +15,8 @@ import kernels
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed (Linux only)")
 
-# The score kernel as it was: the left side is flipped in the turn that multiplies it, and so stays in registers.
+# The score kernel as it was: the left side is flipped in the turn that multiplies it, and so stays in registers. And
+# two products that share a side: the second may still read it when the next turn writes it.
 SCRIPT = """
 import json, torch, triton, triton.language as tl
 import aot, kernels
@@ -33,13 +34,30 @@ def from_registers(x, words, gamma, z, d: tl.constexpr, BM: tl.constexpr, BN: tl
         total = tl.dot(piece, tl.load(gamma + k[:, None] * BN + j[None, :]), total)
     tl.store(z + r[:, None] * BN + j[None, :], total)
 
+@triton.jit
+def one_right_side(x, gamma, z, d: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr):
+    r, j, w = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :], tl.arange(0, W)
+    total = tl.zeros([BM, BN], tl.float32)
+    other = tl.zeros([BM, BN], tl.float32)
+    right = tl.load(gamma + w[:, None] * BN + j)
+    for b in range(1, d // W):
+        coming = tl.load(gamma + (b * W + w)[:, None] * BN + j) + 1.0
+        total = tl.dot(tl.load(x + r * d + w[None, :]), right, total)
+        other = tl.dot(tl.load(x + (r + BM) * d + w[None, :]), right, other)
+        right = coming.to(tl.bfloat16)
+    tl.store(z + r * BN + j, total)
+    tl.store(z + (r + BM) * BN + j, other)
+
 bf16 = torch.empty(1, dtype=torch.bfloat16)
+two = one_right_side, (1,), dict(x=bf16, gamma=bf16, z=torch.empty(1), d=1024, BM=128, BN=256, W=32, num_warps=8,
+                                 num_stages=3)
 old = from_registers, (1,), dict(x=bf16, words=torch.empty(1, dtype=torch.int32), gamma=bf16, z=torch.empty(1), d=1024,
                                  BM=128, BN=256, W=32, num_warps=8, num_stages=3)
 relaxed = next(launch for shape, launch in aot.paper_launches("hip") if "like x" in shape)
 relaxed = (*relaxed[:2], relaxed[2] | {"ORDER": "relaxed"})
 widths = {d: {name: aot.needs(launch, "sm_90") for name, launch in aot.width_launches(d)} for d in WIDTHS}
-print(json.dumps(dict(old=aot.needs(old, "sm_90"), relaxed=aot.needs(relaxed, "gfx942"), widths=widths)))
+print(json.dumps(dict(old=aot.needs(old, "sm_90"), two=aot.needs(two, "sm_100"), relaxed=aot.needs(relaxed, "gfx942"),
+                      widths=widths)))
 """
 
 
@@ -56,6 +74,7 @@ def compile_in_another_process(script, widths):
 def test_the_old_kernels_hazards_are_found_and_every_width_compiles(tmp_path):
     found = compile_in_another_process(tmp_path / "script.py", [8, 64, 512, 4096, 32768])  # all of them take minutes
     assert aot.Needs(*found["old"]).hazards >= 10      # 19 in the score kernel that had it
+    assert aot.Needs(*found["two"]).hazards >= 1
     assert aot.Needs(*found["relaxed"]).hazards >= 1   # one wave of AMD's reads y while it is still added to
     for d, launches in found["widths"].items():
         assert set(launches) == {"decode", "dot", "score", "score few", "select", "select children"}
@@ -86,6 +105,24 @@ def test_hazards_of_listings_known_by_hand():
     # Without a barrier of its own the first is of the second one's group.
     open_group = ("HGMMA.64x256x16.F32.BF16 R24, R160, gdesc[UR4], R24", *two[1:])
     assert aot.hazards(listing(*open_group, "MOV R160, R1", "MOV R152, R1", "EXIT")) == {3, 4}
+
+
+def test_shared_memory_that_is_written_too_early():
+    product, other = ("ttng.tc_gen5_mma %left, %right, %t, %a[%true] {is_async} : x",
+                      "ttng.tc_gen5_mma %left2, %right, %t2, %b[%true] {is_async} : x")
+    wait, wait_other = (f"ttng.wait_barrier %{barrier}, %p deps %{left}, %right : x"
+                        for barrier, left in (("a", "left"), ("b", "left2")))
+    store, begin, end = "ttg.local_store %v, %right : x", "  %r = scf.for %i = %c0 to %c31 {", "  } loc(#loc)"
+
+    def wrong(*lines):
+        return aot.overtaken("\n".join(lines))
+    assert wrong(product, store) == {store} and not wrong(product, wait, store) and not wrong(store, product)
+    assert wrong(product, other, wait, store) == {store} and not wrong(product, other, wait, wait_other, store)
+    assert not wrong(product, "ttg.local_store %right, %else : x")  # it is read
+    assert wrong(begin, store, product, end) == {store}             # in the next turn
+    assert not wrong(begin, store, product, wait, end) and not wrong(begin, wait, store, product, end)
+    assert wrong(begin, wait, store, product, other, end) == {store}
+    assert not wrong(product.replace("{is_async}", ""), store)
 
 
 def test_accesses_of_one_wave_that_nothing_orders():
