@@ -993,7 +993,7 @@ def select_launch(z, parents, generators, indices, coefs, mean=None, rstd=None, 
     if k > 1024:
         raise ValueError(f"the kernel selects at most 1024 features of a level, not {k}: lower `active`")
     keep = k if parents is None else spare(k)
-    BLOCK = max(256, triton.next_power_of_2(4 * keep))
+    BLOCK = max(128 if parents is None else 256, triton.next_power_of_2(4 * keep))
     S = triton.next_power_of_2(5 * keep // 4)  # of normally distributed scores hardly more reach the threshold
     warps = 1 if BLOCK <= 512 else BLOCK // 256
     scratch = torch.empty(N, 2 * S, dtype=torch.int64, device=z.device)

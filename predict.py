@@ -53,7 +53,7 @@ PASS = 16384                             # tokens of one forward pass: what is m
 TOKENS = 64                              # of the launches that are compiled: a multiple of what one program takes
 # Turns of the selection's searching loops: halvings; the most that a lane, or a thread in the groups, has to list.
 # test_predict.py has where from.
-BISECTIONS, REPEATS, HITS = 5.5, 1.4, 2.9
+BISECTIONS, REPEATS, HITS = 5.5, 1.7, 2.9
 ANALYSED = {}                            # H100 and H200 run the same machine code
 
 

@@ -92,7 +92,7 @@ def test_every_loop_is_found_and_turns_as_the_source_says(compiled):
     assert loops["dot back"] == [["SHFL", 1]]                  # 32 sign vectors, a lane each
     assert loops["score 1"] == [["HGMMA|UTCHMMA", 32]] and loops["moments 1"] == []
     kinds = dict(loops["select 0"])
-    assert kinds.pop("LDG", 4) == 4  # or unrolled altogether
+    assert kinds.pop("LDG", 8) == 8  # or unrolled altogether
     assert kinds == {"C?REDUX": predict.BISECTIONS, "I2F": predict.REPEATS}
     # 256 maxima, one to a lane; 45 groups, 32 at a time.
     assert dict(loops["select 1"]) == {"C?REDUX": predict.BISECTIONS, "I2F": 1, "LDG.E.128": 2, "LDG": predict.HITS}
@@ -170,7 +170,7 @@ def test_turns_of_the_selection_of_level_0_for_normal_scores():
     """How often the search halves, and the most one lane has above the threshold; half of the list is enough."""
     halvings, most = [], []
     for size in normal_sizes(1024):
-        size = size.reshape(-1, 256)
+        size = size.reshape(-1, 128)
         threshold, turns = search_threshold(size.max(0), 16)
         halvings.append(turns)
         most.append((size >= threshold).sum(0).max())
