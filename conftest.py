@@ -3,6 +3,9 @@ import os
 
 # Read when torch is loaded: threads that spin while they wait make tests beside other work several times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+if workers > 1:  # they share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
