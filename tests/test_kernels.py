@@ -279,7 +279,8 @@ def test_scores_from_bits_of_the_generators(d, m, N, P, D, dtype):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("d, m, N, P, D, k", [(8, 64, 5, 4, 9, 3), (64, 1024, 6, 5, 33, 20), (128, 4096, 4, 8, 64, 16),
-                                              (128, 2048, 3, 16, 300, 100), (64, 4096, 2, 3, 5, 1)])
+                                              (128, 2048, 3, 16, 300, 100), (64, 4096, 2, 3, 5, 1),
+                                              (16, 256, 2, 16, 200, 12)])
 def test_selection_equals_brute_force(use, path, d, m, N, P, D, k):
     _, parents, generators, *_ = level(d, m, N, P, D, seed=k)
     children = (parents[:, :, None] ^ generators).flatten(1)
