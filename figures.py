@@ -1,6 +1,6 @@
 """Figures in the docs that cannot drift from what was measured: docs/figures.json says where each one stands.
 
-    python report.py --docs        writes those of the newest report into README.md and docs/, and says which changed
+    python report.py --docs        writes those of the report into README.md and docs/, and says which changed
 
 An entry is a place in a text, with {} or {:.4f} for the figures, their names in the report, and their values; {:.2f~}
 leaves the 0 before the point out:
@@ -77,12 +77,21 @@ def rewrite(root, known):
 # The figures of a report
 
 
-def collect(get):
+def collect(get, strict=False):
     """{name: value} of what may stand in the docs: `run what`, as in "tiny trained val_loss" or "tiny own kind f1". An
-    interval has " low" and " high" after the name, and half of its width as " half". get: as in findings.py."""
+    interval has " low" and " high" after the name, and half of its width as " half". get: as in findings.py. Results
+    of an older program, which lack what is looked for, are left out, or, if strict, an error."""
     parts = (of_training, of_evaluation, of_tokens, of_autoencoders, of_truth, of_noise, of_probes, of_steering,
              of_edits, of_retrieval)
-    return {name: value for part in parts for name, value in part(get).items()}
+    found = {}
+    for part in parts:
+        try:
+            found |= part(get)
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            if strict:
+                raise UserError(f"the results {part.__name__.replace('_', ' ')} cannot be read "
+                                f"({type(error).__name__}: {error}): delete them and give python report.py") from error
+    return found
 
 
 def rows_of(get, step, file, key="rows"):

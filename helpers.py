@@ -305,7 +305,10 @@ def commit():
 
 def provenance():
     """Every file of results says what made it."""
-    return {"commit": commit(), "torch": importlib.metadata.version("torch"), "python": platform.python_version()}
+    found = {"commit": commit(), "torch": None, "python": platform.python_version()}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a report of a bug needs none
+        found["torch"] = importlib.metadata.version("torch")
+    return found
 
 
 # On the screen

@@ -16,13 +16,15 @@ the poisoned documents, whose tuning alone takes minutes. The toy world is no ev
 import argparse
 import base64
 import contextlib
+import glob
 import html
 import json
 import os
 import time
 
+import config
 import figures
-from findings import ABOUT, FAILS, HOLDS, SECTIONS, STEPS_OF, UNSURE, Link
+from findings import ABOUT, FAILS, HOLDS, SECTIONS, STEPS_OF, UNSURE, Link, Section
 from helpers import UserError, locked, provenance, run_script, say, suggest, whole_file, write_json
 from steps import HERE, Step, clock, ended_by_signals, machine, read_record, reasons, result_of, run_all, with_needs
 
@@ -32,71 +34,81 @@ DATA = ("data/toy/*.bin", "data/toy/tokenizer.json")
 # The steps
 
 
+def settings_of(*names):
+    """What configs say, without their comments."""
+    return "\n".join(repr(config.load([f"configs/{name}.py"])) for name in names)
+
+
 def make_steps(out, quick=False):
     """Every step, in order. out: the folder of the report."""
     home = out if quick else "out"
     tiny, dense = f"{home}/tiny", f"{home}/tiny_gpt"
     runs = (tiny, "--against", dense)
+    in_tiny, in_dense, in_out = (glob.escape(path) for path in (tiny, dense, out if quick else "out"))
 
     def words(*whole, short=()):
         return (*whole, *(short if quick else ()))
 
     def training(name, config, run, seconds):
+        at = glob.escape(run)
         return Step(name, (words("train.py", f"configs/{config}.py", short=(f"--out={run}", "--max_steps=800")),),
-                    ("data",), (*DATA, f"configs/{config}.py", "configs/tiny.py", "configs/tiny_plain.py"),
-                    (f"{run}/loss.png", f"{run}/metrics.jsonl", f"{run}/config.json"), (f"{run}/best.pt",),
-                    ("--fresh=true",), seconds)
+                    ("data",), DATA, (f"{at}/loss.png", f"{at}/metrics.jsonl", f"{at}/config.json"), (f"{at}/best.pt",),
+                    (at,), settings=settings_of(config), lasting=True, seconds=seconds)
 
     def saes(name, run, others, needs, seconds):
         kinds = ("--variant", "topk" if quick else "all") if others else ()
+        at = glob.escape(run)
         return Step(name, (words("sae.py", run, *kinds, *others, short=("--steps", "400", "--eval-tokens", "8192")),),
-                    needs, (*DATA, f"{run}/best.pt", *(f"{tiny}/sae/*-mlp_in-*/sae.safetensors" for _ in others[:1])),
-                    (f"{run}/sae/report-mlp_in.json", f"{run}/sae/explained-mlp_in.png"),
-                    (f"{run}/sae/*-mlp_in-*/sae.safetensors",), ("--fresh",), seconds)
+                    needs, (*DATA, f"{at}/best.pt"), (f"{at}/sae/report-mlp_in.json", f"{at}/sae/explained-mlp_in.png"),
+                    (f"{at}/sae/*-mlp_in-*/sae.safetensors",), (f"{at}/sae",),
+                    tuple(f"{in_tiny}/sae/*-mlp_in-*/sae.safetensors" for _ in others[:1]), lasting=True,
+                    seconds=seconds)
 
-    models = (*DATA, f"{tiny}/best.pt", f"{dense}/best.pt")
-    features = (*models, f"{tiny}/sae/*-mlp_in-*/sae.safetensors", f"{dense}/sae/*-mlp_in-*/sae.safetensors")
+    models = (*DATA, f"{in_tiny}/best.pt", f"{in_dense}/best.pt")
+    features = (*models, *(f"{at}/sae/*-mlp_in-*/sae.safetensors" for at in (in_tiny, in_dense)))
     every, trained = ("train", "train_gpt", "sae", "sae_gpt"), ("train", "train_gpt")
 
-    def experiment(name, command, needs, reads, keeps, seconds, again=()):
-        return Step(name, (command,), needs, reads, tuple(f"{tiny}/{file}" for file in keeps), (), again, seconds)
+    def experiment(name, command, needs, reads, keeps, seconds, state=()):
+        return Step(name, (command,), needs, reads, tuple(f"{in_tiny}/{file}" for file in keeps), (),
+                    tuple(f"{in_tiny}/{file}" for file in state), seconds=seconds)
 
     budget = ("--steps", "800", "--budgets", "250,450", "--seeds", "2", "--out", f"{out}/budget")
     rival = "own,topk,hash,neurons,random"
     few, concepts = ("--limit", "256"), "space,cooking,cars,forest,magic,sport"
     found = [
-        Step("data", (("data.py", "toy", "--out", "data/toy"),), leaves=DATA, seconds=30),
+        Step("data", (("data.py", "toy", "--out", "data/toy"),), leaves=DATA, state=("data/toy",), seconds=30),
         training("train", "tiny", tiny, 95 if quick else 350),
         training("train_gpt", "tiny_gpt", dense, 75 if quick else 275),
         Step("dictionary", (("kloosterman.py", "1024"),), seconds=2),
         experiment("eval", words("eval.py", tiny, short=few), ("train",), models[:-1], ("eval.json",), 45),
         Step("eval_gpt", (words("eval.py", dense, short=few),), ("train_gpt",), (*DATA, models[-1]),
-             (f"{dense}/eval.json",), seconds=10),
-        Step("tokens", (("budget.py", "--reuse", tiny, dense, *(budget if quick else ())),), trained,
-             (*models, "configs/tiny.py", "configs/tiny_plain.py", "configs/tiny_gpt.py"),
-             tuple(f"{out if quick else 'out'}/budget/budget.{kind}" for kind in ("json", "png")), (), ("--fresh",),
-             220 if quick else 1840),
+             (f"{in_dense}/eval.json",), seconds=10),
+        Step("tokens", (("budget.py", "--reuse", tiny, dense, *(budget if quick else ())),), trained, DATA,
+             tuple(f"{in_out}/budget/budget.{kind}" for kind in ("json", "png")), (), (f"{in_out}/budget",),
+             models[-2:], settings_of("tiny", "tiny_gpt"), True, 220 if quick else 1840),
         Step("speed", (words("bench.py", "--rows", "tiny", "--variants", "dense,parity,topk", "--json",
-                             f"{out}/speed.json", short=("--repeats", "1")),), (), (), (f"{out}/speed.json",),
-             seconds=20 if quick else 60),
+                             f"{out}/speed.json", short=("--repeats", "1")),), (), (),
+             (f"{glob.escape(out)}/speed.json",), seconds=20 if quick else 60),
         saes("sae", tiny, (), ("train",), 50 if quick else 180),
         saes("sae_gpt", dense, ("--against", tiny), ("train_gpt", "sae"), 50 if quick else 640),
         experiment("circuits", words("circuits.py", *runs, short=("--pairs", "40", "--choose", "20")), every, features,
                    ("circuits.json", "effects.png", "edits.png"), 50 if quick else 400),
         experiment("steering", words("pareto.py", *runs, short=(
             "--concepts", concepts, "--prefix-count", "6", "--ratios", "0.1,0.3,0.7", "--fit", "10", "--tokens", "24")),
-            every, features, ("pareto.json", "pareto.png"), 60 if quick else 1020),
+            every, features, ("pareto.json", "pareto.png"), 60 if quick else 1020, ("pareto_texts.jsonl",)),
         experiment("noise", words("noise.py", *runs, short=("--tokens", "2048")), trained, models,
                    ("noise.json", "noise.png"), 10 if quick else 35),
         experiment("probe", words("probe.py", *runs, short=("--layers", "2", "--features", "60", "--sources", rival)),
-                   every, features, ("probe.json", "probe.png"), 120 if quick else 800),
+                   every, features, ("probe.json", "probe.png"), 120 if quick else 800, ("probe_unfinished.jsonl",)),
         experiment("truth", words("probe.py", "truth", *runs, short=("--tokens", "16384", "--sources", rival)), every,
                    features, ("truth.json", "truth.png"), 40 if quick else 200),
         Step("view", (words("view.py", tiny, short=("--effects", "256")),), ("train", "eval"), models[:-1], (),
-             (f"{tiny}/features.html",), seconds=20 if quick else 60)]
+             (f"{in_tiny}/features.html",), (f"{in_tiny}/view", f"{in_tiny}/features.npz"),
+             seconds=20 if quick else 60)]
     if not quick:
         found.append(experiment("retrieve", ("retrieve.py", "all", tiny), ("train",), models[:-1],
-                                ("retrieve/retrieve.json", "retrieve/retrieve.png"), 1200, ("--fresh",)))
+                                ("retrieve/retrieve.json", "retrieve/retrieve.png"), 1200,
+                                ("retrieve/make.json",)))  # without which it starts over
     return found
 
 
@@ -132,7 +144,8 @@ def states(steps, out):
             word = f"failed: {record['error']}"
         else:
             word = f"done, but since then: {', '.join(why[:3])}" if why else "done"
-        found[step.name] = {"record": record, "word": word, "commands": step.lines()}
+        found[step.name] = {"record": record, "word": word, "commands": step.lines(),
+                            "old": bool(record and not record["error"] and why)}
     return found
 
 
@@ -211,11 +224,13 @@ def write_section(key, section, known, get, explorer):
     parts = [f'<section id="{key}"><h2>{escape(title)}</h2><p>{escape(text)}</p>']
     for name, state in known.items():
         commands, record = "\n".join(state["commands"]), state["record"]
-        kind = "problem" if record.get("error") else "soft small"
+        kind = "problem" if record.get("error") or state["old"] else "soft small"
         took = f", {clock(record['seconds'])}" if record else ""
         parts.append(f'<pre><code>{escape(commands)}</code></pre><p class="{kind}">{escape(name)}: '
                      f'{escape(state["word"])}{took}</p>')
-    if section:
+    if isinstance(section, str):
+        parts.append(f'<p class="problem">{escape(section)}</p>')
+    elif section:
         items = "".join(f"<li>{badge(claim.verdict())} {escape(claim.text)} <span class=soft>{escape(claim.evidence())}"
                         "</span></li>" for claim in section.claims)
         parts.append(f'<ul class="claims">{items}</ul>' if items else "")
@@ -224,15 +239,27 @@ def write_section(key, section, known, get, explorer):
     return "".join(parts) + "</section>"
 
 
-def write_summary(sections):
-    """Every claim with its verdict, in one table."""
-    claims = [(key, claim) for key, section in sections.items() if section for claim in section.claims]
-    counts = {kind: sum(claim.verdict() == kind for _, claim in claims) for kind in KINDS}
-    rows = "".join(f'<tr><td>{badge(claim.verdict())}</td><td><a href="#{key}">{escape(claim.text)}</a></td></tr>'
-                   for key, claim in claims)
-    return (f"<p>Of {len(claims)} claims {counts[HOLDS]} hold, {counts[FAILS]} do not, and of {counts[UNSURE]} it "
-            'cannot be told at this size.</p><div class="scroll" tabindex="0"><table><tbody>'
-            f"{rows}</tbody></table></div>")
+def steps_of(key, known):
+    """{step: state} of a section's steps."""
+    return {name: known[name] for name in STEPS_OF.get(key, (key,)) if name in known}
+
+
+def claims_of(sections, known):
+    """[(section, claim, whether it is of what is there now)]."""
+    return [(key, claim, not any(state["old"] for state in steps_of(key, known).values()))
+            for key, section in sections.items() if isinstance(section, Section) for claim in section.claims]
+
+
+def write_summary(claims):
+    """Every claim with its verdict, in one table. What is out of date does not count."""
+    counts = {kind: sum(claim.verdict() == kind for _, claim, now in claims if now) for kind in KINDS}
+    rows = "".join(f'<tr><td>{badge(claim.verdict()) if now else "out of date"}</td>'
+                   f'<td><a href="#{key}">{escape(claim.text)}</a></td></tr>' for key, claim, now in claims)
+    old = sum(not now for _, _, now in claims)
+    more = f" {old} more are out of date: the same command measures them again." if old else ""
+    return (f"<p>Of {len(claims) - old} claims {counts[HOLDS]} hold, {counts[FAILS]} do not, and of {counts[UNSURE]} "
+            f'it cannot be told at this size.{more}</p><div class="scroll" tabindex="0"><table><tbody>{rows}</tbody>'
+            "</table></div>")
 
 
 def write_steps(known):
@@ -259,7 +286,7 @@ def seeds_of(get):
 def write_body(sections, known, get, explorer):
     parts = []
     for key, section in sections.items():
-        own = {name: known[name] for name in STEPS_OF.get(key, (key,)) if name in known}
+        own = steps_of(key, known)
         parts.append(write_section(key, section, own, get, explorer) if own else
                      f'<section id="{key}"><h2>{escape(ABOUT[key][0])}</h2><p>Not part of --quick.</p></section>')
     return "".join(parts)
@@ -272,10 +299,21 @@ def about_machine(known):
                            "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
 
 
+def make_section(key, make, get):
+    """A section, None without results, or a sentence: results of an older program may lack what this one looks for."""
+    try:
+        return make(get)
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
+        steps = ",".join(STEPS_OF.get(key, (key,)))
+        return (f"Its results cannot be read ({type(error).__name__}: {error}). Delete those of the folder steps and "
+                f"give python report.py --only {steps}")
+
+
 def write_page(out, steps, quick, explorer):
     """index.html and report.json."""
     get, known = reader(steps, out), states(steps, out)
-    sections, about = {key: make(get) for key, make in zip(ABOUT, SECTIONS)}, about_machine(known)
+    sections = {key: make_section(key, make, get) for key, make in zip(ABOUT, SECTIONS)}
+    about, claims = about_machine(known), claims_of(sections, known)
     link = f'<p><a href="{escape(explorer)}">The features, one by one</a>: the page of view.py.</p>' if explorer else ""
     first = "A first look: short trainings, few items. " if quick else ""
     lines = [about["machine"], f"commit {about['commit']}, torch {about['torch']}, Python {about['python']}",
@@ -283,13 +321,13 @@ def write_page(out, steps, quick, explorer):
     content = (f"<h1>ParityTransformer: what holds{' at first look' * quick}</h1><p>{first}Every experiment of the "
                "paper on a toy world whose truth is known: it shows whether a pipeline finds what is there, and is no "
                f'evidence about language.</p><p class="soft small">{"<br>".join(map(escape, lines))}</p>{link}'
-               f"{write_summary(sections)}{write_body(sections, known, get, explorer)}{write_steps(known)}")
+               f"{write_summary(claims)}{write_body(sections, known, get, explorer)}{write_steps(known)}")
     with whole_file(os.path.join(out, "index.html")) as file:
         file.write(PAGE.format(style=STYLE, content=content))
-    claims = [{"section": key, "claim": claim.text, "verdict": claim.verdict(), "difference": claim.difference,
-               "control": claim.control} for key, section in sections.items() if section for claim in section.claims]
     write_json(os.path.join(out, "report.json"), {
-        "claims": claims, "figures": figures.collect(get), "quick": quick, "steps": {
+        "claims": [{"section": key, "claim": claim.text, "verdict": claim.verdict(), "difference": claim.difference,
+                    "control": claim.control, "out of date": not now} for key, claim, now in claims],
+        "figures": figures.collect(get), "quick": quick, "steps": {
             name: {"word": state["word"], "seconds": state["record"].get("seconds"), "commands": state["commands"]}
             for name, state in known.items()}, **about}, indent=1)
 
@@ -300,7 +338,7 @@ def write_page(out, steps, quick, explorer):
 def choose(steps, only):
     if only is None:
         return steps
-    names, known = only.split(","), [step.name for step in steps]
+    names, known = [name.strip() for name in only.split(",")], [step.name for step in steps]
     for name in names:
         if name not in known:
             raise UserError(f"there is no step {name!r}{suggest(name, known)}")
@@ -312,15 +350,18 @@ def find_explorer(out, quick):
     return os.path.relpath(path, out).replace(os.sep, "/") if os.path.exists(path) else None
 
 
-def write_docs(out):
-    try:
-        with open(os.path.join(out, "report.json"), encoding="utf-8") as file:
-            known = json.load(file)
-    except (OSError, ValueError):
-        raise UserError(f"{out} holds no report: python report.py makes one") from None
-    if known["quick"]:
-        raise UserError("a quick report is no source of figures for the docs: python report.py makes a whole one")
-    figures.rewrite(HERE, known["figures"])
+def write_docs(out, steps):
+    """The figures of a report's finished steps into the docs, if they are what these commands would give now."""
+    get, known = reader(steps, out), states(steps, out)
+    old = [name for name, state in known.items() if state["old"]]
+    if not any(state["word"] == "done" for state in known.values()):
+        raise UserError(f"{out} holds no report: python report.py makes one")
+    if old:
+        raise UserError(f"{old[0]} is {known[old[0]]['word']}: python report.py makes it anew, then give --docs again")
+    left = [name for name, state in known.items() if state["word"] != "done"]
+    figures.rewrite(HERE, figures.collect(get, strict=True))
+    if left:
+        say(f"figures of these steps stay what they are, as there are no others: {', '.join(left)}")
 
 
 def main(arguments):
@@ -328,15 +369,20 @@ def main(arguments):
                                      description=__doc__.partition("\n")[0], epilog=__doc__.partition("\n")[2])
     parser.add_argument("--quick", action="store_true", help="a first look: shorter trainings, fewer items")
     parser.add_argument("--only", metavar="A,B", help="these steps, and what they need (all)")
-    parser.add_argument("--list", action="store_true", help="say what would run, and stop")
-    parser.add_argument("--page", action="store_true", help="run nothing: write the page from what there is")
-    parser.add_argument("--docs", action="store_true", help="run nothing: the report's figures into the docs")
     parser.add_argument("--out", metavar="DIR", help="folder of the page (out/report, or out/report-quick)")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--list", action="store_true", help="say what would run, and stop")
+    instead.add_argument("--page", action="store_true", help="run nothing: write the page from what there is")
+    instead.add_argument("--docs", action="store_true", help="run nothing: the report's figures into the docs")
     options = parser.parse_args(arguments)
     out = options.out or ("out/report-quick" if options.quick else "out/report")
-    if options.docs:
-        return write_docs(out)
+    if not os.path.exists("configs/tiny.py"):
+        raise UserError("give this command in the folder of the repository: its steps are commands given there")
+    if options.docs and options.quick:
+        raise UserError("a quick report is no source of figures for the docs: leave off --quick")
     steps = make_steps(out, options.quick)
+    if options.docs:
+        return write_docs(out, steps)
     chosen = choose(steps, options.only)
     if options.list:
         for step in chosen:
@@ -344,8 +390,12 @@ def main(arguments):
             say(f"{step.name:<12}{why[0] if why else 'finished':<40}  {' && '.join(step.lines())}")
         return
     with locked(out), ended_by_signals():
-        records = {} if options.page else run_all(chosen, out)
-        write_page(out, steps, options.quick, find_explorer(out, options.quick))
+        def write():
+            write_page(out, steps, options.quick, find_explorer(out, options.quick))
+        try:
+            records = {} if options.page else run_all(chosen, out, after=write)
+        finally:
+            write()
     say(f"open {os.path.join(out, 'index.html')}")
     failed = [name for name, record in records.items() if record["error"]]
     if failed:

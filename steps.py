@@ -6,10 +6,11 @@ A step is finished if its record says that these very commands ended well, and e
     its code       its script and all that this imports, by checksum
     its results    the files of results, which are copied to the step's folder; and what it leaves for later steps
 
-So an interrupted list of steps goes on, and a change costs what depends on it. A training whose code alone changed is
-given again, too, and says that it is finished: weights are as good as the commit that made them, which their
-config.json tells. Where its data changed it starts over. A step that fails is tried again next time; what needs a file
-that is not there says so, and the others go on. report.py has the steps.
+So an interrupted list of steps goes on, and a change costs what depends on it. Programs go on from what they find; what
+was made of other files, by another command or by other code is set aside before they can (`-before`). A training whose
+code alone changed is given again, too, and says that it is finished: weights are as good as the commit that made them,
+which their config.json tells. A step that fails is tried again next time; what needs it is not run, and the others go
+on. report.py has the steps.
 """
 import ast
 import collections
@@ -41,7 +42,10 @@ class Step(NamedTuple):
     reads: tuple = ()      # files that it depends on
     keeps: tuple = ()      # its results, copied to the step's folder
     leaves: tuple = ()     # files that later steps read
-    again: tuple = ()      # words to add where other files than before are read: what is there would be taken as done
+    state: tuple = ()      # what its program goes on from, or takes as done
+    shows: tuple = ()      # files that it depends on, too, but not its state
+    settings: str = ""     # whatever else it is a function of
+    lasting: bool = False  # a training: other code alone does not spoil its state
     seconds: float = 60    # about how long it takes, until it is known
 
     def lines(self):
@@ -66,15 +70,20 @@ def found(patterns):
     return sorted({path for pattern in patterns for path in glob.glob(pattern)})
 
 
+CODE = (".py", ".c", ".txt", ".js", ".css", ".html")
+
+
 def code_of(script, folder):
-    """The files that make a script: those it imports, anywhere in it, and so on; and other files that it names."""
+    """The files that make a script: those it imports, anywhere in it, and so on; and other files that it names, there
+    or in web/."""
     waiting, names = [script], set()
     while waiting:
         name = waiting.pop()
-        path = os.path.join(folder, name)
-        if name not in names and os.path.isfile(path):
-            names.add(name)
-            waiting += mentioned(path, os.stat(path).st_mtime_ns) if name.endswith(".py") else ()
+        for place in (name, os.path.join("web", name)):
+            path = os.path.join(folder, place)
+            if place not in names and os.path.isfile(path):
+                names.add(place)
+                waiting += mentioned(path, os.stat(path).st_mtime_ns) if name.endswith(".py") else ()
     return sorted(names)
 
 
@@ -87,18 +96,19 @@ def mentioned(path, changed):
             names += [f"{alias.name.partition('.')[0]}.py" for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.append(f"{node.module.partition('.')[0]}.py")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith((".c", ".txt")):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(CODE):
             names.append(node.value)
     return names
 
 
 def inputs_of(step):
-    """{what: checksum or text} of all that a step's results are a function of."""
-    about = provenance()
-    inputs = {"the command": "\n".join(step.lines()), "torch": about["torch"]}
-    inputs |= {path: hash_file(path) for path in found(step.reads)}
-    code = [name for words in step.commands for name in code_of(words[0], HERE)]
-    return inputs | {name: hash_file(os.path.join(HERE, name)) for name in code}
+    """All that a step's results are a function of, {what: checksum or text} of each kind: what decides whether its
+    state is what it would make, what it only shows, and its code."""
+    decides = {"the command": "\n".join(step.lines()), "the settings": step.settings}
+    code = sorted({name for words in step.commands for name in code_of(words[0], HERE)})
+    return {"decides": decides | {path: hash_file(path) for path in found(step.reads)},
+            "shows": {path: hash_file(path) for path in found(step.shows)},
+            "code": {"torch": provenance()["torch"]} | {name: hash_file(os.path.join(HERE, name)) for name in code}}
 
 
 def missing_inputs(step):
@@ -126,9 +136,10 @@ def folder_of(out, step):
 
 def read_record(out, step):
     """What is known of a step; {} if nothing is, or if its record is damaged."""
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError, AttributeError):
         record = read_json(os.path.join(folder_of(out, step), "step.json"), "")
-        return record if {"inputs", "error", "results", "leaves", "seconds"} <= record.keys() else {}
+        known = {"inputs", "error", "results", "leaves", "seconds"} <= record.keys()
+        return record if known and record["inputs"].keys() <= {"decides", "shows", "code"} else {}
     return {}
 
 
@@ -138,8 +149,8 @@ def reasons(step, record, out):
         return ["it has not run yet"]
     if record["error"]:
         return ["it failed"]
-    now = inputs_of(step)
-    changed = [what for what in {**record["inputs"], **now} if record["inputs"].get(what) != now.get(what)]
+    changed = [what for kind, now in inputs_of(step).items() for what in {**record["inputs"][kind], **now}
+               if record["inputs"][kind].get(what) != now.get(what)]
     if changed:
         return [f"{what} changed" for what in changed]
     kept = {os.path.join(folder_of(out, step), name): digest for name, digest in record["results"].items()}
@@ -147,10 +158,11 @@ def reasons(step, record, out):
             if not os.path.exists(path) or hash_file(path) != digest]
 
 
-def is_reused(step, record):
-    """Whether what is there would be taken as done although it was made from other files."""
-    before, now = record.get("inputs"), inputs_of(step)
-    return bool(before) and any(before.get(path) != now[path] for path in found(step.reads))
+def is_spoilt(step, record, now):
+    """Whether the state that is there was made of something else than what it would be made of now."""
+    before = record.get("inputs")
+    return bool(before) and any(before[kind] != now[kind] for kind in (["decides"] if step.lasting else
+                                                                       ["decides", "code"]))
 
 
 def result_of(out, step, name):
@@ -161,40 +173,49 @@ def result_of(out, step, name):
 # Running
 
 
-def commands_of(step, record):
-    """As they are given now: the first with the words of `again`, where it must not take what is there as done."""
-    first, *others = step.commands
-    return [(*first, *step.again) if step.again and is_reused(step, record) else first, *others]
-
-
 @contextlib.contextmanager
 def ended_by_signals():
-    """SIGTERM is as Ctrl-C, so that no child outlives this process."""
+    """SIGTERM, and a terminal that is closed, are as Ctrl-C, so that no child outlives this process."""
     def stop(number, frame):
         raise KeyboardInterrupt
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None))
+               and signal.getsignal(number) != signal.SIG_IGN]  # nohup has it ignored
+    before = [signal.signal(number, stop) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
 
 
 def run_command(words, log, tick):
     """The exit code of a command whose output goes to a file. Ctrl-C is passed on: programs here save, and go on."""
     command = [sys.executable, os.path.join(HERE, words[0]), *words[1:]]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT) as child:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                          start_new_session=True) as child:
         try:
             while child.poll() is None:
                 tick()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(0.5)
         except BaseException:
-            child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(30)
-            child.kill()
+            end(child)
             raise
     return child.returncode
+
+
+def end(child, patience=30):
+    """It and all that it started, a group of their own: after `patience` seconds by force."""
+    if not hasattr(os, "killpg"):
+        return child.terminate()
+    number, until = signal.SIGTERM, time.monotonic() + patience
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # until there is none left
+        os.killpg(child.pid, number)
+        while number != signal.SIGKILL:
+            time.sleep(0.05)
+            child.poll()
+            number = signal.SIGKILL if time.monotonic() > until else 0
+            os.killpg(child.pid, number)
 
 
 def cpu_seconds():
@@ -209,33 +230,59 @@ def last_line(path):
     return lines[-1] if lines else "it printed nothing"
 
 
-def run_step(step, out, tick=lambda: None):
-    """Run a step and write its record, which is given: with an error, or with its results."""
-    before, folder, began, busy = read_record(out, step), folder_of(out, step), time.time(), cpu_seconds()
-    given = commands_of(step, before)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.makedirs(folder)
+def set_aside(step):
+    """State that was made of something else is kept under another name, in place of what was set aside before."""
+    for path in found(step.state):
+        aside = f"{path}-before"
+        if os.path.isdir(aside) and not os.path.islink(aside):
+            shutil.rmtree(aside)
+        os.replace(path, aside)
+        say(f"    {path} was made of something else, and is {aside} now")
 
-    def write(error, inputs, keeps=(), leaves=()):
-        for path in keeps:
-            shutil.copy2(path, folder)
-        record = {"commands": step.lines(), "inputs": inputs, "error": error, "began": began,
-                  "results": {os.path.basename(path): hash_file(path) for path in keeps},
-                  "leaves": {path: hash_file(path) for path in leaves}, "seconds": time.time() - began,
-                  "cpu_seconds": cpu_seconds() - busy, "machine": machine(), **provenance()}
-        write_json(os.path.join(folder, "step.json"), record, indent=1)
-        return record
-    inputs = before.get("inputs", {})  # until it ends well, what is there is of these
-    write("it was stopped before its end", inputs)
-    now, missing = inputs_of(step), missing_inputs(step)
+
+def write_record(step, out, before, error, inputs, began, keeps=(), leaves=()):
+    folder = folder_of(out, step)
+    os.makedirs(folder, exist_ok=True)
+    for path in keeps:
+        shutil.copy2(path, folder)
+    left = {path: hash_file(path) for path in leaves}
+    made = {"machine": machine(), **provenance()}
+    if step.lasting and left and before.get("leaves") == left:  # it was finished: this is who made it
+        made |= {name: before[name] for name in made if name in before}
+    record = {"commands": step.lines(), "inputs": inputs, "error": error, "leaves": left, **made,
+              "results": {os.path.basename(path): hash_file(path) for path in keeps},
+              "seconds": before.get("seconds", 0) + time.time() - began[0],
+              "cpu_seconds": before.get("cpu_seconds", 0) + cpu_seconds() - began[1]}
+    write_json(os.path.join(folder, "step.json"), record, indent=1)
+    return record
+
+
+def refuse(step, out, error):
+    """The record of a step that is not run: what it would go on from stays what it is."""
+    before = read_record(out, step)
+    return write_record(step, out, before, error, before.get("inputs", {}), (time.time(), cpu_seconds()))
+
+
+def run_step(step, out, tick=lambda: None):
+    """Run a step and write its record, which is given: with an error, or with its results. A step that goes on from
+    what it did before adds to the time that this took."""
+    missing = missing_inputs(step)
     if missing:
-        needed = " and ".join(step.needs) or "what makes it"
-        return write(f"it needs {missing[0]}, which is not there: see {needed}", inputs)
-    error = run_commands(given, os.path.join(folder, "log.txt"), tick)
+        needed = f"see {' and '.join(step.needs)}" if step.needs else "it is part of the repository"
+        return refuse(step, out, f"it needs {missing[0]}, which is not there: {needed}")
+    before, now, began = read_record(out, step), inputs_of(step), (time.time(), cpu_seconds())
+    if is_spoilt(step, before, now):
+        set_aside(step)
+        before = {}
+    goes_on = before if step.state else {}
+    shutil.rmtree(folder_of(out, step), ignore_errors=True)
+    # From here on what is there is of these inputs, however it ends.
+    write_record(step, out, goes_on, "it was stopped before its end", now, began)
+    error = run_commands(step.commands, os.path.join(folder_of(out, step), "log.txt"), tick)
     gone = [pattern for pattern in (*step.keeps, *step.leaves) if not glob.glob(pattern)]
     if error or gone:
-        return write(error or f"it did not write {gone[0]}", inputs)
-    return write(None, now, found(step.keeps), found(step.leaves))
+        return write_record(step, out, goes_on, error or f"it did not write {gone[0]}", now, began)
+    return write_record(step, out, goes_on, None, now, began, found(step.keeps), found(step.leaves))
 
 
 def run_commands(commands, path, tick):
@@ -290,12 +337,12 @@ def clock(seconds):
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
-def run_all(steps, out):
-    """Run those of the steps that are not finished: {name: record}."""
+def run_all(steps, out, after=lambda: None):
+    """Run those of the steps that are not finished: {name: record}. after() is called when one has ended."""
     # A step that a former one may yet change is looked at when it is its turn; until then it counts as one to run.
     due = {step.name for step in steps if reasons(step, read_record(out, step), out)}
     due |= {step.name for step in steps if due & set(step.needs)}
-    expected = {step.name: read_record(out, step).get("seconds") or step.seconds for step in steps if step.name in due}
+    expected = {step.name: usual_seconds(step, read_record(out, step)) for step in steps if step.name in due}
     bar, records = Bar(expected), collections.OrderedDict()
     for number, step in enumerate(steps, 1):
         record = read_record(out, step)
@@ -305,13 +352,26 @@ def run_all(steps, out):
             expected.pop(step.name, None)
             records[step.name] = record
             continue
+        broken = next((name for name in step.needs if records.get(name, {}).get("error")), None)
+        if broken:
+            records[step.name] = refuse(step, out, f"it needs {broken}, which failed")
+            expected.pop(step.name, None)
+            say(f"{number}/{len(steps)} {step.name}: FAILED, {records[step.name]['error']}")
+            continue
         more = f" and {len(why) - 1} more" if len(why) > 1 else ""
         say(f"{number}/{len(steps)} {step.name}: {why[0]}{more}; " + " && ".join(step.lines()))
         began = time.monotonic()
         expected.setdefault(step.name, step.seconds)
         records[step.name] = record = run_step(step, out, functools.partial(bar.show, step.name, began))
-        bar.finish(step.name, record["seconds"])
+        took = time.monotonic() - began
+        bar.finish(step.name, took)
         left = "" if is_terminal(sys.stderr) else f"; about {clock(bar.left(step.name))} left"
-        say(f"    {'FAILED, ' + record['error'] if record['error'] else 'done'} ({clock(record['seconds'])}){left}")
+        say(f"    {'FAILED, ' + record['error'] if record['error'] else 'done'} ({clock(took)}){left}")
+        after()
     progress("")
     return records
+
+
+def usual_seconds(step, record):
+    """How long a step took when it ended well, or is said to take."""
+    return record["seconds"] if record.get("error", "") is None else step.seconds

@@ -1,9 +1,13 @@
 """The report: steps run once, go on after failures, and are run again for a reason; verdicts against known numbers;
 the page shows texts as texts; the docs have the figures that were measured."""
+import argparse
+import glob
+import importlib
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,21 +26,29 @@ from steps import Step
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 WORK = """
+import os
 import sys
 import part
+name, state = sys.argv[1], sys.argv[1] + ".state"
 text = open("input").read() if "--read" in sys.argv else ""
-if "bad" in text:
+went_on = os.path.exists(state)
+open(state, "w").write(text)
+if "late" in text:
+    open(name, "w").write("half of it")
+if "bad" in text or "late" in text:
     sys.exit("work.py: the input is bad: mend it")
-open("runs", "a").write(" ".join(sys.argv[1:]) + "\\n")
-open(sys.argv[1], "w").write('{"result": "%s%s"}' % (text, part.NAME))
+open("runs", "a").write(name + went_on * " goes on" + "\\n")
+open(name, "w").write('{"result": "%s%s"}' % (text, part.NAME))
 """
 
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    """A folder with a small program of two files, and its input."""
+    """A folder with a small program of two files, and its input. The program goes on from its state."""
     for name, text in (("work.py", WORK), ("part.py", "NAME = 'x'"), ("other.py", ""), ("input", "one")):
         (tmp_path / name).write_text(text)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(steps, "HERE", str(tmp_path))
     return tmp_path
@@ -51,24 +63,32 @@ def runs(world):
 
 
 LIST = [Step("first", (("work.py", "first.json", "--read"),), (), ("input",), ("first.json",), ("first.json",),
-             ("--fresh",)),
-        Step("second", (("work.py", "second.json"),), ("first",), ("first.json",), ("second.json",)),
-        Step("third", (("work.py", "third.json"),), (), (), ("third.json",))]
+             ("first.json.state",), lasting=True),
+        Step("second", (("work.py", "second.json"),), ("first",), ("first.json",), ("second.json",), (),
+             ("second.json.state",)),
+        Step("third", (("work.py", "third.json"),), (), (), ("third.json",), (), ("third.json.state",),
+             ("other.*",), "settings")]
+ALL = ["first.json", "second.json", "third.json"]
 
 
 def test_what_is_finished_is_not_run_again_and_a_change_costs_what_depends_on_it(world):
     steps.run_all(LIST, "out")
-    assert runs(world) == ["first.json --read", "second.json", "third.json"]
-    steps.run_all(LIST, "out")
-    (world / "other.py").write_text("1")  # nobody imports it
+    assert runs(world) == ALL
+    (world / "nobody.py").write_text("1")  # nobody imports it
     steps.run_all(LIST, "out")
     assert runs(world) == []
     (world / "input").write_text("two")
     steps.run_all(LIST, "out")
-    assert runs(world) == ["first.json --read --fresh", "second.json"]  # what was there is of another input
-    (world / "part.py").write_text("NAME = 'y'")  # code of all three
+    assert runs(world) == ["first.json", "second.json"]  # nothing goes on from what is of another input
+    assert (world / "first.json.state-before").read_text() == "one" and not list(world.glob("third*before"))
+    (world / "part.py").write_text("NAME = 'y'")  # code of all three: only what lasts goes on
     steps.run_all(LIST, "out")
-    assert runs(world) == ["first.json --read", "second.json", "third.json"]
+    assert runs(world) == ["first.json goes on", "second.json", "third.json"]
+    (world / "other.py").write_text("1")  # it is only shown
+    steps.run_all(LIST, "out")
+    assert runs(world) == ["third.json goes on"]
+    steps.run_all([LIST[0], LIST[1], LIST[2]._replace(settings="others")], "out")
+    assert runs(world) == ["third.json"]
 
 
 def test_a_lost_or_damaged_result_is_made_again_and_another_command_is_another_step(world):
@@ -80,40 +100,88 @@ def test_a_lost_or_damaged_result_is_made_again_and_another_command_is_another_s
     (world / "out/steps/third/third.json").write_text('{"result": "another"}')
     (world / "out/steps/second/step.json").write_text("{")
     steps.run_all(LIST, "out")
-    assert runs(world) == ["second.json", "third.json"]
+    assert runs(world) == ["second.json goes on", "third.json goes on"]
     steps.run_all([LIST[2]._replace(commands=(("work.py", "third.json", "--more"),))], "out")
-    assert runs(world) == ["third.json --more"]
+    assert runs(world) == ["third.json"]
     (world / "first.json").write_text("{}")  # what later steps read was changed by hand
     steps.run_all(LIST[:2], "out")
-    assert runs(world) == ["first.json --read"]
+    assert runs(world) == ["first.json goes on"]
+    (world / "out/steps/first/step.json").write_text('{"inputs": [], "error": null, "results": {}, "leaves": {}, '
+                                                     '"seconds": 1}')
+    assert steps.read_record("out", LIST[0]) == {}
 
 
-def test_a_step_that_fails_says_so_and_the_others_go_on(world):
+def test_a_step_that_fails_says_so_what_needs_it_waits_and_the_others_go_on(world):
     (world / "input").write_text("bad")
     records = steps.run_all(LIST, "out")
     assert records["first"]["error"] == "exit code 1: work.py: the input is bad: mend it"
-    assert records["second"]["error"] == "it needs first.json, which is not there: see first"
+    assert records["second"]["error"] == "it needs first, which failed"
     assert records["third"]["error"] is None and runs(world) == ["third.json"]
     (world / "input").write_text("good")
     assert not any(record["error"] for record in steps.run_all(LIST, "out").values())
-    assert runs(world) == ["first.json --read", "second.json"]
+    assert runs(world) == ["first.json", "second.json"]
+    (world / "input").write_text("late")  # it fails with its file half written
+    records = steps.run_all(LIST, "out")
+    assert records["second"]["error"] == "it needs first, which failed" and runs(world) == []
+    (world / "input").unlink()
+    assert steps.run_all(LIST, "out")["first"]["error"] == (
+        "it needs input, which is not there: it is part of the repository")
 
 
-def test_a_step_that_was_killed_is_run_again(world, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(steps, "run_command", stop)
-        steps.run_all(LIST, "out")
+def test_an_interrupted_step_goes_on_but_not_from_other_inputs(world, monkeypatch):
+    def stopped(text):
+        """An input, and a run that is stopped when it has begun anew."""
+        (world / "input").write_text(text)
+
+        def stop(*_):
+            (world / "first.json.state").write_text(text)
+            raise KeyboardInterrupt
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(steps, "run_command", stop)
+            steps.run_all(LIST[:1], "out")
+    (world / "first.json.state").write_text("a user's own")  # no report made it: the program decides
+    steps.run_all(LIST[:1], "out")
+    assert runs(world) == ["first.json goes on"]
+    stopped("two")
     assert steps.reasons(LIST[0], steps.read_record("out", LIST[0]), "out") == ["it failed"]
-    steps.run_all(LIST, "out")
-    assert runs(world) == ["first.json --read", "second.json", "third.json"]  # not --fresh: it goes on
+    steps.run_all(LIST[:1], "out")
+    assert runs(world) == ["first.json goes on"]
+    stopped("three")
+    (world / "input").write_text("two")
+    steps.run_all(LIST[:1], "out")
+    assert runs(world) == ["first.json"]
+    for path in world.glob("first.json*"):
+        path.unlink()
+    shutil.rmtree(world / "out")
+    stopped("one")  # the first time
+    (world / "input").write_text("two")
+    steps.run_all(LIST[:1], "out")
+    assert runs(world) == ["first.json"]
+
+
+def test_the_time_and_commit_of_a_step_are_those_of_what_it_made(world, monkeypatch):
+    def commit_is(name):
+        monkeypatch.setattr(steps, "provenance", lambda: {"commit": name, "torch": "2"})
+    commit_is("one")
+    began = steps.run_all(LIST, "out")
+    (world / "out/steps/first/step.json").write_text(json.dumps(began["first"] | {"seconds": 500.0}))
+    commit_is("two")
+    (world / "part.py").write_text("NAME = 'x'  # a comment")  # the same results, and a training that finds itself done
+    records = steps.run_all(LIST, "out")
+    assert runs(world)[3:] == ["first.json goes on", "second.json", "third.json"]
+    assert records["first"]["commit"] == "one" and 500 < records["first"]["seconds"] < 560
+    assert records["second"]["commit"] == "two" and records["second"]["seconds"] < 60
+    assert steps.usual_seconds(LIST[0], records["first"]) > 500
+    assert steps.usual_seconds(LIST[0], records["first"] | {"error": "it broke"}) == LIST[0].seconds
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals")
-def test_a_killed_report_leaves_no_process_behind(world):
-    (world / "work.py").write_text("import os, time; open('pid.tmp', 'w').write(str(os.getpid())); "
-                                   "os.rename('pid.tmp', 'pid'); time.sleep(60)")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_killed_report_leaves_no_process_behind(world, number):
+    """A step that starts a process of its own, as budget.py does."""
+    sleeper = ("import os, time; open('pid.tmp', 'w').write(str(os.getpid())); os.rename('pid.tmp', 'pid'); "
+               "time.sleep(60)")
+    (world / "work.py").write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeper!r}])")
     program = ("import report, steps, test_report; steps.HERE = '.'; "
                "report.make_steps = lambda *_: test_report.LIST[2:]; report.main([])")
     path = os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])
@@ -122,11 +190,12 @@ def test_a_killed_report_leaves_no_process_behind(world):
     while not (world / "pid").exists():
         assert child.poll() is None
         time.sleep(0.05)
-    child.terminate()
-    child.wait(20)
+    child.send_signal(number)
+    child.wait(40)
     with pytest.raises(ProcessLookupError):
         os.kill(int((world / "pid").read_text()), 0)
     assert steps.read_record("out/report", LIST[2])["error"] == "it was stopped before its end"
+    assert "stopped before its end" in (world / "out/report/index.html").read_text()
 
 
 def test_only_takes_what_a_step_needs(world):
@@ -137,37 +206,54 @@ def test_only_takes_what_a_step_needs(world):
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_every_file_that_a_step_reads_is_made_by_a_step_before_it(quick):
-    made = {"configs/tiny.py", "configs/tiny_gpt.py", "configs/tiny_plain.py"}
-    known = set()
+def test_every_file_that_a_step_reads_is_made_by_a_step_before_it(quick, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    made, known = set(), set()
     for step in report.make_steps("out/report", quick):
         assert set(step.needs) <= known and all(os.path.exists(os.path.join(ROOT, words[0])) for words in step.commands)
-        assert set(step.reads) <= made, step.name
+        assert {*step.reads, *step.shows} <= made, step.name
         made |= set(step.leaves)
         known.add(step.name)
     assert set(steps.code_of("train.py", ROOT)) >= {"train.py", "model.py", "dpb.py", "kernels.c", "helpers.py"}
     assert not set(steps.code_of("noise.py", ROOT)) & {"report.py", "judge.py", "pareto.py"}
+    assert {"train.py", "optim.py", "toyworld.py"} <= set(steps.code_of("budget.py", ROOT))  # it starts one by its name
+    assert {"web/page.js", "web/page.css", "web/page.html"} <= set(steps.code_of("view.py", ROOT))
+
+
+class Parsed(Exception):
+    pass
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_step_is_a_command_that_its_program_understands(quick, monkeypatch):
-    import circuits
-    import pareto
-    import probe
-    import retrieve
-    import sae
-    parsers = {"circuits.py": circuits.parse, "pareto.py": pareto.parse, "sae.py": sae.parse,
-               "retrieve.py": retrieve.parse, "probe.py": lambda words: (
-                   probe.parse_truth(words[1:]) if words[0] == "truth" else probe.parse(words))}
+    """Each program is run until it has read its arguments."""
     import config
-    import eval as evaluation
-    parsers |= {"eval.py": evaluation.parse, "train.py": config.load}
+    read = argparse.ArgumentParser.parse_args
+
+    def parsed(self, *arguments):
+        read(self, *arguments)
+        raise Parsed
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
     monkeypatch.chdir(ROOT)
-    given = [words for step in report.make_steps("out/report", quick) for words in step.commands]
-    for script, *words in given:
-        if script in parsers:
-            parsers[script](words)
-    assert parsers.keys() - {"retrieve.py"} <= {words[0] for words in given}
+    for step in report.make_steps("out/report", quick):
+        for script, *words in step.commands:
+            if script == "train.py":
+                config.load(words)
+            elif script == "kloosterman.py":
+                assert words == ["1024"]
+            else:
+                with pytest.raises(Parsed):
+                    importlib.import_module(script.removesuffix(".py")).main(words)
+
+
+def test_a_report_in_a_folder_with_brackets_finds_its_files(world, monkeypatch):
+    (world / "a[1]").mkdir()
+    step = Step("x", (("work.py", "a[1]/x.json"),), keeps=(f"{glob.escape('a[1]')}/x.json",))
+    assert steps.run_all([step], "out[1]")["x"]["error"] is None
+    monkeypatch.setattr(report, "settings_of", lambda *names: "")
+    for step in report.make_steps("out[1]", True):
+        assert not any(os.path.basename(pattern) and "out[1]" in pattern for pattern in (
+            *step.reads, *step.keeps, *step.leaves, *step.state, *step.shows)), step.name
 
 
 # Verdicts
@@ -356,12 +442,61 @@ def test_the_command_ends_with_a_sentence_when_steps_fail_and_writes_the_page(wo
     assert (world / "out/report/index.html").exists()
     (world / "input").write_text("good")
     report.main(["--only", "first"])
-    assert runs(world) == ["third.json", "first.json --read"]
+    assert runs(world) == ["third.json", "first.json"]
     report.main(["--list"])
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-3:]] == [
         ["first", "finished"], ["second", "it"], ["third", "finished"]]
     with pytest.raises(UserError, match="holds no report"):
         report.main(["--docs", "--out", "nowhere"])
+    with pytest.raises(UserError, match="no source of figures for the docs"):
+        report.main(["--docs", "--quick"])
+    os.chdir("configs")
+    with pytest.raises(UserError, match="in the folder of the repository"):
+        report.main([])
+
+
+def test_what_is_out_of_date_is_marked_not_counted_and_not_for_the_docs(world, monkeypatch):
+    listed = [LIST[0]._replace(name="noise"), LIST[2]._replace(name="probe")]
+    monkeypatch.setattr(report, "make_steps", lambda out, quick: listed)
+    monkeypatch.setattr(report, "SECTIONS", [lambda get, key=key: Section([Claim(f"claim of {key}", [3, 2, 4], 1, "x")],
+                                                                          [], ()) for key in findings.ABOUT])
+    written = []
+    monkeypatch.setattr(figures, "rewrite", lambda root, known: written.append(known))
+    report.main([])
+    page = world / "out/report/index.html"
+    assert "claims 11 hold, 0 do not" in page.read_text() and "out of date" not in page.read_text()
+    report.main(["--docs"])
+    assert len(written) == 1
+    (world / "input").write_text("another")
+    report.main(["--page"])
+    assert "claims 10 hold" in page.read_text() and "1 more are out of date" in page.read_text()
+    claims = json.loads((page.parent / "report.json").read_text())["claims"]
+    assert [claim["section"] for claim in claims if claim["out of date"]] == ["noise"]
+    with pytest.raises(UserError, match="noise is done, but since then: input changed"):
+        report.main(["--docs"])
+    assert len(written) == 1
+
+
+def test_results_that_cannot_be_read_cost_one_section_and_the_page_is_there_from_the_first_step_on(
+        world, monkeypatch):
+    def broken(get):
+        return get("noise", "first.json")["rows"][0]
+    monkeypatch.setattr(report, "make_steps", lambda out, quick: [LIST[0]._replace(name="noise"), LIST[2]])
+    monkeypatch.setattr(report, "SECTIONS", [broken if key == "noise" else lambda get: None for key in findings.ABOUT])
+    broken.__name__ = "of_noise"
+    monkeypatch.setattr(figures, "of_noise", broken)
+    pages = []
+    run_step = steps.run_step
+
+    def spied(step, out, tick):
+        pages.append(os.path.exists("out/report/index.html"))
+        return run_step(step, out, tick)
+    monkeypatch.setattr(steps, "run_step", spied)
+    report.main([])
+    assert pages == [False, True]
+    assert "Its results cannot be read (KeyError: &#x27;rows&#x27;)" in (world / "out/report/index.html").read_text()
+    with pytest.raises(UserError, match="of noise cannot be read .KeyError"):
+        report.main(["--docs"])
 
 
 # The docs
