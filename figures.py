@@ -2,13 +2,13 @@
 
     python report.py --docs        writes those of the report into README.md and docs/, and says which changed
 
-An entry is a place in a text, with {} or {:.4f} for the figures, their names in the report, and their values; {:.2f~}
-leaves the 0 before the point out:
+It has the steps of the report that they come from, each with its commit and machine, and places: a text with {} or
+{:.4f} for the figures, their names in the report, and their values; {:.2f~} leaves the 0 before the point out:
 
     {"file": "docs/results.md", "text": "| tiny (parity) | {:.4f} | {:.4f} |", "names": [...], "values": [...]}
 
-The text with its values must stand in the file, word for word: a test holds the docs to that. A figure that is not
-among those of a report keeps its value.
+The text with its values must stand in the file, word for word and once: a test holds the docs to that. A figure that is
+not among those of a report keeps its value.
 """
 import json
 import os
@@ -19,12 +19,20 @@ from helpers import UserError, say, whole_file
 
 
 def load(root):
+    """(steps, places)."""
     path = os.path.join(root, "docs", "figures.json")
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
+            content = json.load(file)
+            return content["steps"], content["places"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): restore it from the repository") from None
+
+
+def save(root, steps, places):
+    lines = ",\n".join(json.dumps(place, ensure_ascii=False) for place in places)
+    with whole_file(os.path.join(root, "docs", "figures.json")) as file:
+        file.write(f'{{"steps": {json.dumps(steps, indent=1)},\n"places": [\n{lines}\n]}}\n')
 
 
 def read(root, name):
@@ -43,13 +51,14 @@ def shown(entry):
 
 
 def missing(root):
-    """The entries whose text is not in their file, or more than once: the docs say something else."""
-    return [entry for entry in load(root) if read(root, entry["file"]).count(shown(entry)) != 1]
+    """The places whose text is not in their file, or more than once: the docs say something else."""
+    return [entry for entry in load(root)[1] if read(root, entry["file"]).count(shown(entry)) != 1]
 
 
-def rewrite(root, known):
-    """Put the figures of a report {name: value} into the docs: [(file, old text, new text)] of what changed."""
-    entries, changes, texts = load(root), [], {}
+def rewrite(root, known, made):
+    """Put the figures of a report {name: value} into the docs: [(file, old text, new text)] of what changed.
+    made: {step: what made it}."""
+    (steps, entries), changes, texts = load(root), [], {}
     wrong = missing(root)
     if wrong:
         raise UserError(f"{wrong[0]['file']} does not have {shown(wrong[0])!r}, as docs/figures.json says: mend either")
@@ -65,8 +74,7 @@ def rewrite(root, known):
     for name, text in texts.items():
         with whole_file(os.path.join(root, name)) as file:
             file.write(text)
-    with whole_file(os.path.join(root, "docs", "figures.json")) as file:
-        file.write("[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
+    save(root, steps | made, entries)
     for name, old, new in changes:
         say(f"{name}: {old!r} is now {new!r}")
     say(f"{len(changes)} of {len(entries)} places in the docs changed"

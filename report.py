@@ -359,7 +359,9 @@ def write_docs(out, steps):
     if old:
         raise UserError(f"{old[0]} is {known[old[0]]['word']}: python report.py makes it anew, then give --docs again")
     left = [name for name, state in known.items() if state["word"] != "done"]
-    figures.rewrite(HERE, figures.collect(get, strict=True))
+    made = {name: {key: state["record"].get(key) for key in ("commit", "machine", "torch")}
+            for name, state in known.items() if state["word"] == "done"}
+    figures.rewrite(HERE, figures.collect(get, strict=True), made)
     if left:
         say(f"figures of these steps stay what they are, as there are no others: {', '.join(left)}")
 

@@ -461,12 +461,12 @@ def test_what_is_out_of_date_is_marked_not_counted_and_not_for_the_docs(world, m
     monkeypatch.setattr(report, "SECTIONS", [lambda get, key=key: Section([Claim(f"claim of {key}", [3, 2, 4], 1, "x")],
                                                                           [], ()) for key in findings.ABOUT])
     written = []
-    monkeypatch.setattr(figures, "rewrite", lambda root, known: written.append(known))
+    monkeypatch.setattr(figures, "rewrite", lambda root, known, made: written.append(sorted(made)))
     report.main([])
     page = world / "out/report/index.html"
     assert "claims 11 hold, 0 do not" in page.read_text() and "out of date" not in page.read_text()
     report.main(["--docs"])
-    assert len(written) == 1
+    assert written == [["noise", "probe"]]
     (world / "input").write_text("another")
     report.main(["--page"])
     assert "claims 10 hold" in page.read_text() and "1 more are out of date" in page.read_text()
@@ -503,7 +503,8 @@ def test_results_that_cannot_be_read_cost_one_section_and_the_page_is_there_from
 
 
 def test_the_docs_have_the_figures_that_were_measured():
-    assert figures.load(ROOT) and figures.missing(ROOT) == []
+    steps, places = figures.load(ROOT)
+    assert places and figures.missing(ROOT) == [] and all(step["commit"] for step in steps.values())
 
 
 def test_figures_have_names_and_a_form():
@@ -526,14 +527,16 @@ def test_new_figures_are_written_into_the_docs_and_drift_is_noticed(tmp_path):
     entry = {"file": "README.md", "text": "a loss of {:.2f}, and {:.1%} dead", "names": ["loss", "dead"],
              "values": [1.5, 0.011]}
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "figures.json").write_text(json.dumps([entry]))
+    figures.save(tmp_path, {"train": {"commit": "a"}, "eval": {"commit": "b"}}, [entry])
     (tmp_path / "README.md").write_text("It has a loss of 1.50, and 1.1% dead ones.")
     assert figures.missing(tmp_path) == []
-    assert figures.rewrite(tmp_path, {"loss": 1.257, "others": 3}) == [
+    assert figures.rewrite(tmp_path, {"loss": 1.257, "others": 3}, {"eval": {"commit": "c"}}) == [
         ("README.md", "a loss of 1.50, and 1.1% dead", "a loss of 1.26, and 1.1% dead")]
     assert (tmp_path / "README.md").read_text() == "It has a loss of 1.26, and 1.1% dead ones."
-    assert figures.missing(tmp_path) == [] and figures.load(tmp_path)[0]["values"] == [1.257, 0.011]
+    assert figures.missing(tmp_path) == []
+    assert figures.load(tmp_path) == ({"train": {"commit": "a"}, "eval": {"commit": "c"}},
+                                      [entry | {"values": [1.257, 0.011]}])
     (tmp_path / "README.md").write_text("It has a loss of 1.20, and 1.1% dead ones.")
     assert len(figures.missing(tmp_path)) == 1
     with pytest.raises(UserError, match="mend either"):
-        figures.rewrite(tmp_path, {})
+        figures.rewrite(tmp_path, {}, {})
