@@ -247,6 +247,7 @@ def decode_kernel(indices, coefs, packed, y, x, out, sizes, plus, K, m, scale,
 def decode_launch(indices, coefs, y, m, scale, out=None, x=None, sizes=None, plus=None, arch=None):
     d, arch = y.shape[1], arch or arch_of(y.device)
     bits, W = packing(d)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (indices, coefs, y, out, x, plus))
     return decode_kernel, (len(indices),), dict(
         indices=indices, coefs=coefs, packed=packed_signs(d, m, y.device), y=y, x=x, out=out, sizes=sizes,
         plus=plus, K=indices.shape[1], m=m, scale=scale, d=d, BITS=bits, W=W,
@@ -688,7 +689,8 @@ SIGNS = {}  # by the identity of generators: (a weak reference to them; d, m and
 
 
 def kept_signs(generators, d, m):
-    """sign_pairs of generators that stay from pass to pass, as those of a layer do: made once, and when they change."""
+    """sign_pairs of generators that stay from pass to pass, as those of a layer do: made once, and when they change by
+    an operation that torch counts, as load_state_dict's; .data and torch.distributed go round that."""
     if generators.is_inference():  # these have no version
         return sign_pairs(generators, d, m)
     key, state = id(generators), (d, m, generators._version)

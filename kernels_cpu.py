@@ -235,6 +235,10 @@ class Tables:
 
     def __init__(self, mean, var, generators, lows, active):
         self.shape, self.generators = (tuple(lows), tuple(active)), [words.clone() for words in generators]
+        for words, low, high in zip(generators, lows, lows[1:]):  # C reads what they point at
+            if len(words) and not low <= int(words.min()) <= int(words.max()) < high:
+                raise IndexError(f"generators must lie in {low}..{high - 1}, but these go from {int(words.min())} to "
+                                 f"{int(words.max())}")
         d, m, mean, var, rstd = lows[0], lows[-1], mean.clone(), var.clone(), var.rsqrt()
         coordinates = torch.arange(d, dtype=torch.int32)
         first = Level(0, d, active[0], 0, d, coordinates.data_ptr(), None, mean.data_ptr(), rstd.data_ptr())

@@ -313,7 +313,7 @@ class GPT(nn.Module):
         window, cache = tokens[:, -context:], Cache() if cached else None
         ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         fresh = window  # what the cache has not seen
-        replay, graph = None, worth_a_graph(tokens, count) and cached and edit is patch is None and not self.training
+        replay, graph = None, cached and edit is patch is None and worth_a_graph(self, tokens, count)
         for step in range(count):
             if graph and cache.length:
                 if replay is None:
@@ -404,8 +404,10 @@ class Cache:
 # Generation on a GPU: a token is hundreds of kernels, so short that the launches are what takes the time
 
 
-def worth_a_graph(tokens, count):
-    return tokens.is_cuda and count >= 16
+def worth_a_graph(model, tokens, count):
+    """A graph calls no Python: where a hook waits to be called there is none."""
+    return tokens.is_cuda and count >= 16 and not model.training and not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 class Fixed(Cache):
@@ -421,10 +423,12 @@ class Fixed(Cache):
                       for layer, kept in cache.store.items()}
 
     def load(self, cache):
+        """What a cache holds, and it no longer."""
         self.length = cache.length
         self.place.fill_(cache.length)
         for layer, kept in cache.store.items():
             self.store[layer][:, :, :, : cache.length] = kept[:, :, :, : cache.length]
+        cache.store.clear()
 
     def places(self, T):
         return self.place
@@ -449,7 +453,8 @@ class Replay:
         self.tokens, self.cache = tokens.clone(), Fixed(cache, room)
 
         def step():
-            logits = model(self.tokens, cache=self.cache)[:, -1].float()
+            with uncached(tokens.device.type):
+                logits = model(self.tokens, cache=self.cache)[:, -1].float()
             self.cache.place += 1
             return logits
         self.step = captured(step, tokens.device)
@@ -458,6 +463,11 @@ class Replay:
     def __call__(self, tokens):
         self.tokens.copy_(tokens)
         return self.step()
+
+
+def uncached(kind):
+    """Autocast as it is, without weights kept in its type: it frees them at its end, and a graph would read them."""
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False)
 
 
 def captured(step, device):

@@ -220,6 +220,7 @@ def encode(x, mean, var, generators, lows, active, rows, method):
     rstd = var.rsqrt()
     found, sampled = [basis(x, mean[: lows[0]], rstd[: lows[0]], active[0])], []
     for words, low, high, P, k in zip(generators, lows, lows[1:], active, active[1:]):
+        check_range("generators", words, low, high)
         way = choose_method(method, x.device, lows[0], P, len(words), high - low)
         *level, scores = search(x, found[-1][0], words, mean[low:high], rstd[low:high], low, k, rows, way)
         found.append(level)
@@ -258,7 +259,8 @@ def narrow_op(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, generators
 def narrow_whole(x, mean, var, generators, lows, active, rows, method, again):
     (y, before, norms), indices, *code, scales = narrow(x, mean, var, generators, lows, active, rows, method, True)
     before = norms.new_empty(0, lows[0]) if before is None else before
-    return y, indices, *code, before, norms, scales, x.clone() if again else x.new_empty(0)
+    same = x.clone(memory_format=torch.contiguous_format) if again else x.new_empty(0)
+    return y, indices, *code, before, norms, scales, same
 
 
 @exact
@@ -289,7 +291,7 @@ def narrow_backward_op(grad: torch.Tensor, of_coefs: torch.Tensor | None, others
     of_coefs = None if of_coefs is None else of_coefs.contiguous()
     to_coefs, to_x = kernels.decode_like_backward_triton(indices, grad.contiguous(), y, x.contiguous(), norms, m,
                                                          of_coefs, scales)
-    to_x = to_x if others is None else others + to_x
+    to_x = to_x if others is None else others.contiguous() + to_x  # a kernel reads it
     return kernels.decode_triton(indices, to_coefs, x.shape[1], m, x.dtype, to_x)
 
 
@@ -668,14 +670,21 @@ def moments_like(x, mean, var):
     return (mean, var) if mean.dtype == kind else (mean.to(kind), var.to(kind))
 
 
+def check_shapes(x, mean, var, lows):
+    if x.shape[-1] != lows[0] or not len(mean) == len(var) == lows[-1]:
+        raise ValueError(f"x must have {lows[0]} coordinates, mean and var the length {lows[-1]}, but they have the "
+                         f"shapes {tuple(x.shape)}, {tuple(mean.shape)} and {tuple(var.shape)}")
+
+
 def encode_features(x, mean, var, generators, lows, active, method="auto", rows=None):
     """The active features of a bottleneck: search_basis, then search_children of each level by level.
 
     x (N, d); mean, var (m,) of all features; generators of the levels >= 1; lows: the first feature of each of these,
-    then m; active: of every level. -> indices and z, (N, K) both; and the z of all candidates of the tokens `rows`, a
-    level after another, (R, sum of P*D). No gradient: see attach_scores.
+    then m; active: of every level. -> indices and z, (N, K) both; and the z of all candidates of the distinct tokens
+    `rows`, a level after another, (R, sum of P*D). No gradient: see attach_scores.
     """
     check_floats("x", x)
+    check_shapes(x, mean, var, lows)
     levels = x.detach(), *moments_like(x, mean, var), generators, lows, active
     if eager(levels[0]):
         return encode(*levels, rows, method)
@@ -688,12 +697,15 @@ def narrow_features(x, mean, var, generators, lows, active, method="auto", rows=
     x (..., d), and so are y, indices and coefs; y and coefs are differentiable in x. The x that is returned is the one
     to go on with, if `again`.
     """
+    check_shapes(x, mean, var, lows)
     if eager(x) and x.dtype == mean.dtype == torch.float32 and in_one(x, generators, lows, active, method):
         check_forward_mode("x", x)
         y, _, *code = kernels_cpu.narrow_c(x.contiguous(), mean, var, generators, lows, active, rows)
         return y, *code, x  # a token of a small model takes no longer than the way through what follows
     flat = x.reshape(-1, lows[0])
     check_floats("x", flat)
+    check(backend(flat) != "reference", "the plain torch references have no bottleneck in one: encode_features, then "
+          "parity_decode")
     given = flat if backend(x) == "triton" else wide(flat)
     levels = *moments_like(x, mean, var), generators, lows, active
     if eager(x):

@@ -237,6 +237,40 @@ def test_narrow_is_encode_and_decode_with_the_same_gradients_and_sums(path, meth
         assert torch.equal(one.sums, two.sums) and bool(one.sums.any()) == training
 
 
+@pytest.mark.parametrize("path, method", PATHS)
+def test_a_gradient_may_lie_in_any_order(path, method, monkeypatch):
+    layer, _, _ = make(path, method, monkeypatch, **TWO)
+    x, of_y, of_x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(4)).unbind()
+    grads = []
+    for again in of_x, of_x.t().contiguous().t():
+        v = x.clone().requires_grad_()
+        _, y, same = layer.narrow(v, again=True)
+        torch.autograd.backward([y, same], [of_y, again])
+        grads.append(v.grad)
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("path, method", PATHS)
+def test_generators_and_moments_of_another_layer_are_refused(path, method, monkeypatch):
+    """They come with a checkpoint, and a path that reads where they point would read what is not its own. On a GPU,
+    where looking would stall it, their features get NaN."""
+    layer, _, _ = make(path, method, monkeypatch, **TWO)
+    x, state = torch.randn(5, 64), layer.state_dict()
+    mean, var, *rest = layer.levels()
+    if path != "reference":
+        with pytest.raises(ValueError, match="mean and var the length"):
+            ops.narrow_features(x, mean[:100].clone(), var[:100].clone(), *rest, method)
+        with pytest.raises(ValueError, match="x must have 64 coordinates"):
+            ops.narrow_features(torch.randn(6, 32), mean, var, *rest, method)
+    layer.load_state_dict(state | {"generators_1": state["generators_1"] * 8})
+    if path == "triton":
+        assert torch.isnan(layer(x)).any(1).all()
+        return
+    for run in layer, layer.encode:
+        with pytest.raises(IndexError, match="generators must lie in"):
+            run(x)
+
+
 @pytest.mark.parametrize("path, method", [("c", "transform"), ("c", "gemm"), ("reference", "gemm")])
 def test_narrow_of_other_types_of_no_tokens_and_traced(path, method, monkeypatch):
     layer, _, _ = make(path, method, monkeypatch, **TWO)

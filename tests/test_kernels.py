@@ -494,6 +494,7 @@ def test_operators_pass_opcheck():
         (ops.encode_op, (x.detach(), *levels, torch.tensor([3]), "gemm")),
         (ops.narrow_op, (x, *levels, torch.tensor([0, 2]), "transform", True)),
         (ops.narrow_op, (x, *levels, torch.tensor([], dtype=torch.int64), "gemm", False)),
+        (ops.narrow_op, (torch.randn(64, 4).t(), *levels, torch.tensor([1]), "transform", True)),
         (ops.narrow_backward_op, (torch.randn(4, 64), torch.randn(4, 6), None, indices, *torch.randn(2, 4, 64),
                                   torch.rand(4, 2), torch.rand(4, 6), 1024)),
     ]:

@@ -3,6 +3,7 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import types
 
 import pytest
 import torch
@@ -322,13 +323,35 @@ def test_a_step_that_is_replayed_in_the_same_memory_gives_the_same_tokens(bottle
     forced[1, :3] = 7
     cases = [(5, 70), (32, 40), (31, 16)]  # a context of 32: full several times, at the first token, at the second
     plain = [list(net.generate(prompt[:, :length], count, seed=3, forced=forced)) for length, count in cases]
-    monkeypatch.setattr(model_module, "worth_a_graph", lambda tokens, count: True)
+    monkeypatch.setattr(model_module, "worth_a_graph", lambda *_: True)
     monkeypatch.setattr(model_module, "captured", captured)
     for number, (length, count) in enumerate(cases, 1):
         again = list(net.generate(prompt[:, :length], count, seed=3, forced=forced))
         assert torch.equal(torch.stack(plain[number - 1]), torch.stack(again)) and len(made) == number
     list(net.generate(prompt, 3, edit=lambda layer, code: code))
     assert len(made) == len(cases)  # whoever edits must be called at every step
+
+
+def test_a_graph_reads_no_weights_that_autocast_frees_and_is_not_made_where_a_hook_waits(monkeypatch):
+    """Autocast keeps weights in its type until it ends, and a step that was recorded would go on reading them."""
+    net, prompt, kept = build(bottleneck="none").eval(), batch()[0][:, :5], []
+
+    def captured(step, device):
+        net.blocks[0].register_forward_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
+        step()
+        return step
+    with monkeypatch.context() as patched:
+        patched.setattr(model_module, "worth_a_graph", lambda *_: True)
+        patched.setattr(model_module, "captured", captured)
+        with torch.autocast("cpu", torch.bfloat16):
+            text = net.generate(prompt, 3)
+            next(text), next(text)
+            assert kept == [False, False] and torch.is_autocast_cache_enabled()
+    gpu = types.SimpleNamespace(is_cuda=True)
+    assert not model_module.worth_a_graph(net, gpu, 40)
+    net.blocks[0]._forward_hooks.clear()
+    assert model_module.worth_a_graph(net, gpu, 40) and not model_module.worth_a_graph(net, gpu, 3)
+    assert not model_module.worth_a_graph(net, prompt, 40) and not model_module.worth_a_graph(net.train(), gpu, 40)
 
 
 def test_generation_repeats_by_seed_and_stops():
