@@ -230,7 +230,7 @@ def test_push_uploads_the_folder_or_says_why_not(world, folder, monkeypatch, cap
 # transformers, in a process that knows nothing of this repository: both models at once, from a fresh cache of modules
 
 THEIRS = """
-import sys, torch
+import os, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 torch.set_num_threads(1)
 asked, found = torch.load(sys.argv[1]), {}
@@ -246,9 +246,15 @@ for kind in asked["kinds"]:
     ids = [asked["start"] + tokenizer(text).input_ids for text in prompts]
     greedy = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": [asked["never"]]}
 
-    def pad(side):
+    def pad(side, ids):
         tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ids], True, 3, side)
         return tokens, torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], True, 0, side).long()
+
+    def refused(function, *arguments, **options):
+        try:
+            return str(function(*arguments, **options))
+        except ValueError as error:
+            return str(error)
 
     def edit(layer, code):
         return code._replace(coefs=code.coefs.clamp(min=0))
@@ -266,18 +272,34 @@ for kind in asked["kinds"]:
             "long edited": model.generate(torch.tensor(ids[:1]), attention_mask=torch.ones(1, len(ids[0])).long(),
                                           edit=edit, patch=patch, **greedy)}
         for side in ("left", "right"):
-            tokens, mask = pad(side)
+            tokens, mask = pad(side, ids)
             for cached in (False, True):
                 logits = model(tokens, mask, use_cache=cached).logits
                 here[side, cached] = [row[kept.bool()] for row, kept in zip(logits, mask)]
-        tokens, mask = pad("left")
-        here["batch"] = model.generate(tokens, attention_mask=mask, **greedy | {"max_new_tokens": 20})[:, -20:]
-        try:
-            model(tokens, mask[:, 1:])
-        except ValueError as error:
-            here["refused"] = str(error)
+        here["unmasked"] = model.generate(torch.tensor(ids[1:2]), **greedy)[:, -80:]
+        tokens, mask = pad("left", [*ids, asked["longer"]])
+        here["batch"] = model.generate(tokens, attention_mask=mask, **greedy)[:, -80:]
+        tokens, mask = pad("left", ids)
+        here["refused"] = [refused(model, tokens, mask[:, 1:]), refused(model, tokens, output_hidden_states=True),
+                           refused(model, tokens, output_attentions=True),
+                           refused(model.generate, tokens, attention_mask=mask, use_cache=False, **greedy),
+                           refused(model.generate, tokens[:1], prompt_lookup_num_tokens=2, **greedy)]
 model = AutoModelForCausalLM.from_pretrained("me/tiny", trust_remote_code=True)  # as the hub would have it
 assert torch.equal(model(asked["tokens"]).logits, found["parity"]["logits"])
+code = sys.modules[type(found["parity"]["model"]).__module__]
+beside = os.path.join(os.path.dirname(code.__file__), "kernels.c")
+assert os.stat(beside).st_mode & 0o777 == 0o644  # others may read it, too
+os.rename(beside, beside + ".old")
+os.mkdir(beside)  # so that no file can be put there, by whomever
+for cache in os.environ["XDG_CACHE_HOME"], code.__file__:  # the user's; one where no folder can be
+    os.environ["XDG_CACHE_HOME"] = cache
+    code.place_kernels.cache_clear()
+    kept = code.place_kernels()
+    place = os.path.dirname(code.kernels_cpu.__file__)
+    assert open(os.path.join(place, "kernels.c")).read() == code.SOURCE
+    assert place.startswith(cache if kept is None else kept.name)
+code.kernels_cpu.library.cache_clear()
+assert torch.equal(found["parity"]["model"](asked["tokens"]).logits, found["parity"]["logits"])
 assert "helpers" not in sys.modules and "model" not in sys.modules  # this repository is not on the path
 for here in found.values():
     del here["model"]
@@ -304,7 +326,8 @@ def theirs(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("theirs")
     torch.manual_seed(0)
     asked = {"root": str(world), "kinds": KINDS, "prompts": PROMPTS, "tokens": torch.randint(1500, (3, 48)),
-             "start": [open_run(str(world / "parity")).encoding.eot_token], "never": 2047}
+             "start": [open_run(str(world / "parity")).encoding.eot_token], "never": 2047,
+             "longer": torch.randint(1500, (60,)).tolist()}
     torch.save(asked, folder / "asked.pt")
     hub = folder / "home" / "hub" / "models--me--tiny"  # as if it had been downloaded
     shutil.copytree(world / "hf_parity", hub / "snapshots" / ("ab" * 20))
@@ -358,9 +381,33 @@ def test_padding_on_either_side_changes_nothing(world, theirs, kind):
             alone = model(torch.tensor([ids]))[0]
             for key in ("left", False), ("left", True), ("right", False), ("right", True):
                 assert (found[kind][key][row] - alone).abs().max() <= 1e-4, key
-            ours = torch.stack(list(model.generate(torch.tensor([ids]), 20, temperature=0)), 1)
-            assert torch.equal(found[kind]["batch"][row], ours[0])
-    assert "attention_mask must have shape" in found[kind]["refused"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_a_batch_pass_the_context_each_as_it_would_alone(world, theirs, kind):
+    (asked, found), run = theirs, open_run(str(world / kind))
+    texts = [*found[kind]["ids"], asked["longer"]]
+    assert len(set(map(len, texts))) == len(texts) and len(asked["longer"]) > run.config.context
+    for row, ids in enumerate(texts):
+        ours = torch.stack(list(run.model.generate(torch.tensor([ids]), 80, temperature=0)), 1)
+        assert torch.equal(found[kind]["batch"][row], ours[0]), row
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_mask_every_token_counts(world, theirs, kind):
+    """transformers takes <|endoftext|> for padding, which it is, too, when another token is to end a text."""
+    (_, found), model = theirs, open_run(str(world / kind)).model
+    ours = torch.stack(list(model.generate(torch.tensor(found[kind]["ids"][1:2]), 80, temperature=0)), 1)
+    assert torch.equal(found[kind]["unmasked"], ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_there_ends_with_a_sentence(theirs, kind):
+    sentences = ("attention_mask must have shape", "output_hidden_states is not there",
+                 "output_attentions is not there", "do not fit the context of 48",
+                 "assisted generation ends where the context of 48 is full")
+    for said, sentence in zip(theirs[1][kind]["refused"], sentences, strict=True):
+        assert sentence in said
 
 
 HARNESS = """
