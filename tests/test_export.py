@@ -1,6 +1,7 @@
 """Export: the folder is our code and weights, transformers computes with it what we do, and the way back is exact."""
 import ast
 import difflib
+import functools
 import importlib.util
 import json
 import math
@@ -107,26 +108,60 @@ def rewrite(folder, name, content):
     write_json(str(folder / "checksums.json"), known | {name: export.sha256(content)})
 
 
+def refuses(match, folder, tmp_path):
+    with pytest.raises(UserError, match=match):
+        export.main(["--from", str(folder), "--out", str(tmp_path / "back")])
+    assert not os.path.exists(tmp_path / "back")
+
+
 def test_what_does_not_belong_together_is_answered(folder, tmp_path):
-    def refuses(match):
-        with pytest.raises(UserError, match=match):
-            export.main(["--from", str(folder), "--out", str(tmp_path / "back")])
+    refuse = functools.partial(refuses, folder=folder, tmp_path=tmp_path)
     settings = json.loads((folder / "config.json").read_bytes())
     for change, match in (({"d": 64}, "d=64"), ({"d": "x"}, "d must be a whole number"), ({"run": {}}, "KeyError"),
-                          ({"run": None}, "TypeError"), ({"layers": 3}, "another"), ({"vocab_size": 10}, "another")):
+                          ({"run": None}, "TypeError"), ({"layers": 3}, "another"), ({"vocab_size": 10}, "another"),
+                          ({"layers": "x"}, "TypeError"), ({"children": 16}, "TypeError")):
         rewrite(folder, "config.json", json.dumps(settings | change).encode())
-        refuses(match)
+        refuse(match)
     rewrite(folder, "config.json", json.dumps(settings).encode())
-    weights, tokenizer = safetensors.torch.load_file(folder / "model.safetensors"), (folder / "tokenizer.json")
+    tokenizer, weights = folder / "tokenizer.json", safetensors.torch.load((folder / "model.safetensors").read_bytes())
     for change, match in ((torch.full_like(weights["model.norm.weight"], math.nan), "no finite numbers"),
-                          (torch.zeros(7), "another model's")):
+                          (torch.zeros(7), "another model's"),
+                          (weights["model.norm.weight"] * 2, "not those that config.json was written with")):
         rewrite(folder, "model.safetensors", safetensors.torch.save(weights | {"model.norm.weight": change}))
-        refuses(match)
+        refuse(match)
     rewrite(folder, "model.safetensors", safetensors.torch.save(weights))
     content = json.loads(tokenizer.read_bytes())
     content["added_tokens"][0]["content"] = "<|other|>"
     rewrite(folder, "tokenizer.json", json.dumps(content).encode())
-    refuses("does not match its id")
+    refuse("does not match its id")
+
+
+@pytest.mark.parametrize("progress", (
+    {"step": -5}, {"step": 1e308}, {"step": True}, {"step": None}, {"step": 121}, {"best": {"a": [1]}}, {"best": "x"},
+    {"best": math.nan}, {"best": -1.0}, {"best_step": "x"}, {"best_step": -1}, {"best_step": 1.5}))
+def test_the_progress_of_a_run_is_one_that_a_run_can_have(folder, tmp_path, progress):
+    settings = json.loads((folder / "config.json").read_bytes())
+    rewrite(folder, "config.json", json.dumps(settings | {"run": settings["run"] | progress}).encode())
+    refuses("of no run of 120 steps: its config.json says", folder, tmp_path)
+
+
+@pytest.mark.parametrize("change", (
+    {"d": 4096, "bits": [12, 17], "layers": 8, "children": [64]}, {"vocab_size": 2 ** 24},
+    {"layers": 10 ** 4}, {"children": [2 ** 40]}, {"children": [2 ** 40, -2 ** 40]}))
+def test_no_memory_is_taken_for_a_model_that_the_weights_are_not_of(folder, tmp_path, monkeypatch, change):
+    devices = set()
+
+    def watched(kind):
+        def make(*arguments, **options):
+            devices.add(torch.get_default_device().type)
+            return kind(*arguments, **options)
+        return make
+    monkeypatch.setattr(export, "GPT", watched(export.GPT))
+    monkeypatch.setattr(configs, "DeepParityBottleneck", watched(configs.DeepParityBottleneck))
+    settings = json.loads((folder / "config.json").read_bytes())
+    rewrite(folder, "config.json", json.dumps(settings | change).encode())
+    refuses("another model's", folder, tmp_path)
+    assert devices <= {"meta"}
 
 
 def test_nothing_of_others_is_overwritten(world, folder, tmp_path):
@@ -141,6 +176,68 @@ def test_nothing_of_others_is_overwritten(world, folder, tmp_path):
     assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
     with pytest.raises(UserError, match="not empty"):
         export.main(["--from", str(folder), "--out", str(world / "parity")])
+
+
+def test_only_an_export_is_overwritten_and_only_as_it_was_written(world, folder, tmp_path):
+    def refuse(folder, match):
+        before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+        with pytest.raises(UserError, match=match):
+            export.main([str(world / "parity"), "--to", str(folder)])
+        assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
+    for name in "README.md", "model.py", "checksums.json":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("{}")
+        (tmp_path / name / "config.json").write_text("mine")
+    refuse(tmp_path / "README.md", "holds README.md, which no export has written")
+    refuse(tmp_path / "model.py", "holds config.json, which no export has written")
+    refuse(tmp_path / "checksums.json", "holds config.json, which no export has written")
+    (folder / "README.md").write_bytes((folder / "README.md").read_bytes() + b"mine")
+    refuse(folder, "README.md was changed since it was exported")
+    os.remove(folder / "README.md")
+    export.main([str(world / "parity"), "--to", str(folder)])
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(world / "hf_parity"))
+
+
+def test_an_interrupted_export_is_no_run_and_goes_on_but_not_over_the_work_of_others(world, folder, tmp_path,
+                                                                                      monkeypatch):
+    with open(world / "hf_none" / "model.safetensors", "rb") as file:
+        other = file.read()
+    whole = export.write_bytes
+    for stop_at in "model.safetensors", "tokenizer.json", "README.md":
+        def interrupted(path, content, stop_at=stop_at):
+            if path.endswith(stop_at):
+                raise KeyboardInterrupt
+            whole(path, content)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(export, "write_bytes", interrupted)
+            export.main([str(world / "none"), "--to", str(folder)])
+        refuses("the export to it was interrupted", folder, tmp_path)
+    assert (folder / "model.safetensors").read_bytes() == other  # files of two exports
+    (folder / "LICENSE").write_text("mine")
+    with pytest.raises(UserError, match="LICENSE was changed"):
+        export.main([str(world / "none"), "--to", str(folder)])
+    os.remove(folder / "LICENSE")
+    export.main([str(world / "none"), "--to", str(folder)])
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(world / "hf_none"))
+    for name in export.READ:
+        assert (folder / name).read_bytes() == (world / "hf_none" / name).read_bytes()
+
+
+def test_an_older_file_of_an_export_is_taken_away(world, folder):
+    rewrite(folder, "older.py", b"")
+    export.main([str(world / "parity"), "--to", str(folder)])
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(world / "hf_parity"))
+
+
+def test_options_that_do_not_go_together_are_answered(world, tmp_path):
+    run, to = str(world / "parity"), ["--to", str(tmp_path / "new")]
+    for arguments, match in (([run, *to, "--out", "y"], "--out is the run that --from makes"),
+                             ([run, *to, "--private"], "--private is of the repository"),
+                             (["--from", run, "--private"], "goes with --out only"),
+                             ([run], "give a run and a folder")):
+        with pytest.raises(UserError, match=match):
+            export.main(arguments)
+    assert not os.path.exists(tmp_path / "new")
 
 
 # The folder
@@ -180,6 +277,12 @@ def test_the_code_in_the_folder_needs_nothing_but_itself_torch_numpy_and_transfo
         assert set(imports(ast.parse((world / "hf_parity" / f"{name}.py").read_text()))) <= known, name
 
 
+def test_the_licence_goes_with_the_code(world):
+    with open(os.path.join(ROOT, "LICENSE")) as file:
+        assert (world / "hf_parity" / "LICENSE").read_text() == file.read()
+    assert (world / "hf_parity" / "README.md").read_text().startswith("---\nlicense: mit\n")
+
+
 def test_the_card_has_the_figures_of_the_run(world, folder):
     run = open_run(str(world / "parity"))
     assert f"| val_loss, in training | {run.content['best']:,.6g} |" in (folder / "README.md").read_text()
@@ -204,22 +307,30 @@ def test_tokenizers_cuts_texts_as_ours_does(world):
 
 
 def test_push_uploads_the_folder_or_says_why_not(world, folder, monkeypatch, capsys):
-    calls = []
+    calls, there = [], {"me/open": False}  # repositories, and whether they are private
 
     class Hub:
-        def create_repo(self, repo, exist_ok):
+        def create_repo(self, repo, exist_ok, private):
             if repo == "me/forbidden":
                 raise PermissionError("403 Forbidden")
-            calls.append((repo, exist_ok))
+            there.setdefault(repo, bool(private))
+
+        def model_info(self, repo):
+            return types.SimpleNamespace(private=there[repo])
 
         def upload_folder(self, repo_id, folder_path):
             calls.append((repo_id, sorted(os.listdir(folder_path))))
             return f"https://hub/{repo_id}"
     command = [str(world / "parity"), "--to", str(folder), "--push"]
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=Hub))
-    export.main([*command, "me/tiny"])
-    assert calls == [("me/tiny", True), ("me/tiny", sorted(os.listdir(folder)))]
-    assert "pushed: https://hub/me/tiny" in capsys.readouterr().out
+    for arguments, said in ((["me/tiny"], "public: everyone can read it"), (["me/mine", "--private"], "private"),
+                            (["me/mine"], "private"), (["me/open"], "public: everyone can read it")):
+        export.main([*command, *arguments])
+        assert calls.pop() == (arguments[0], sorted(os.listdir(folder)))
+        assert f"pushed: https://hub/{arguments[0]}, {said}\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="not pushed: me/open is there and public"):
+        export.main([*command, "me/open", "--private"])
+    assert not calls
     with pytest.raises(UserError, match="could not be pushed .*403 Forbidden"):
         export.main([*command, "me/forbidden"])
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
