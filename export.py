@@ -1,7 +1,8 @@
 """A run as a Hugging Face folder, and back.
 
     python export.py out/tiny --to hf/tiny                  weights, code, tokenizer and model card
-    python export.py out/tiny --to hf/tiny --push me/tiny   and onto the hub, as the user that huggingface_hub knows
+    python export.py out/tiny --to hf/tiny --push me/tiny   and onto the hub, as the user that huggingface_hub knows:
+                                                            public, unless --private is given, too
     python export.py --from hf/tiny --out out/tiny2         a run again, for sample.py, eval.py and train.py --init_from
 
 The folder is all that is needed: AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) computes what we do,
@@ -10,8 +11,9 @@ package; custom operators bear their module's name, since torch does not survive
 loaded at once; and what makes a script of them is left out. kernels.c goes into a Python file, since transformers
 copies no others to where it runs them: modeling_parity.py takes it out again.
 
-The way back reads the weights, never the code, and only if everything is as it was written: checksums.json, which comes
-last, has the SHA-256 of the files that are read. The tokenizer is written as `tokenizers` has it and rebuilt from that.
+The way back reads the weights, never the code, and only if everything is as it was written: checksums.json has the
+SHA-256 of every file. It also says which folders are exports: only there files are replaced, and only as they were
+written. The tokenizer is written as `tokenizers` has it and rebuilt from that.
 """
 import argparse
 import base64
@@ -24,6 +26,7 @@ import re
 
 import safetensors
 import safetensors.torch
+import torch
 
 import config as configs
 from checkpoint import load_weights, name_of, open_run, save, weights_hash
@@ -36,7 +39,7 @@ CODE = ("kloosterman", "kernels", "kernels_cpu", "ops", "dpb", "model", "modelin
 READ = ("config.json", "model.safetensors", "tokenizer.json")  # what the way back reads
 MODEL = ("layers", "d", "heads", "context", "vocab_size", "bottleneck", "site", "bits", "active", "children",
          "standardise", "selection", "seed", "variance_weight", "reconstruction_weight", "n_min")  # what GPT reads
-AGAIN = "Get the folder again, or export it again: python export.py RUN --to DIR"
+AGAIN = "Get the folder again, or export the run to a new one: python export.py RUN --to NEW"
 
 
 # The code
@@ -52,12 +55,13 @@ def portable(text):
 
 
 def code_files():
-    """{name: text} of the modelling code."""
+    """{name: text} of the modelling code, and its licence, which must go with it."""
     def read(name):
         with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), name), encoding="utf-8") as file:
             return file.read()
     held = f'"""kernels.c: transformers copies Python files only."""\nSOURCE = r"""{read("kernels.c")}"""\n'
-    return {f"{name}.py": portable(read(f"{name}.py")) for name in CODE} | {"kernels_c.py": held}
+    return {f"{name}.py": portable(read(f"{name}.py")) for name in CODE} | {
+        "kernels_c.py": held, "LICENSE": read("LICENSE")}
 
 
 # The tokenizer
@@ -144,6 +148,7 @@ def card(run, name):
         f"every MLP reads {sum(config.active)} of {2 ** config.bits[-1]:,} features"
     rows = "\n".join(f"| {what} | {value:,.6g} |" for what, value in figures(run)) or "| none was kept | |"
     return f"""---
+license: mit
 library_name: transformers
 pipeline_tag: text-generation
 tags: [parity-transformer, interpretability]
@@ -191,31 +196,53 @@ def contents(run, name):
             **{file: text.encode() for file, text in texts.items()}}
 
 
-def write_folder(run, folder):
-    """Write the run to the folder, whose checksums.json comes last."""
-    files = contents(run, name_of(run))
-    ours = {*files, "checksums.json"}
+def earlier_export(folder):
+    """{file: its possible SHA-256s} of the export that a folder holds, or {} for an empty one. Else a sentence: nothing
+    is overwritten that others wrote or changed."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"{folder} is a file: choose a folder to export to")
-    foreign = sorted(name for name in os.listdir(folder) if name.removesuffix(".tmp") not in ours) \
-        if os.path.exists(folder) else []
-    if foreign:
-        raise UserError(f"{folder} holds {foreign[0]}, which no export has written: choose a new folder to export to")
+    held = set(os.listdir(folder)) - {"checksums.json", "checksums.json.tmp"} if os.path.exists(folder) else set()
+    if not held:
+        return {}
+    known, mark = {}, os.path.join(folder, "checksums.json")
+    if os.path.exists(mark):
+        known = read_json(mark, "Choose a new folder to export to")
+        known = {name: value if isinstance(value, list) else [value] for name, value in known.items()}
+    for name in sorted(held):
+        if name.removesuffix(".tmp") not in known:  # .tmp: of an export that was killed
+            raise UserError(f"{folder} holds {name}, which no export has written: choose a new folder to export to")
+        if name in known and sha256(read_bytes(os.path.join(folder, name))) not in known[name]:
+            raise UserError(f"{os.path.join(folder, name)} was changed since it was exported: move it elsewhere if you "
+                            "need it, delete it if not, or choose a new folder to export to")
+    return known
+
+
+def write_folder(run, folder):
+    """Write the run to the folder. While files change, checksums.json has a list for each: what it may be."""
+    before, files = earlier_export(folder), contents(run, name_of(run))
+    hashes, mark = {name: sha256(content) for name, content in files.items()}, os.path.join(folder, "checksums.json")
     os.makedirs(folder, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(folder, "checksums.json"))  # not whole while files change
+    write_json(mark, {name: [*before.get(name, []), *filter(None, [hashes.get(name)])] for name in before | hashes})
     for name, content in files.items():
         write_bytes(os.path.join(folder, name), content)
-    write_json(os.path.join(folder, "checksums.json"), {name: sha256(files[name]) for name in READ}, indent=1)
+    for name in before.keys() - files.keys():  # of an older export.py
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, name))
+    write_json(mark, hashes, indent=1)
     return sum(map(len, files.values()))
+
+
+def read_bytes(path):
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def push(folder, repo):
-    """Onto the hub; the address of it."""
+def push(folder, repo, private):
+    """Onto the hub; the address of it, and who can read it."""
     try:
         from huggingface_hub import HfApi
     except ImportError:
@@ -223,12 +250,17 @@ def push(folder, repo):
                         "push it, too") from None
     try:
         hub = HfApi()
-        hub.create_repo(repo, exist_ok=True)
-        return str(hub.upload_folder(repo_id=repo, folder_path=folder))
+        hub.create_repo(repo, exist_ok=True, private=private or None)
+        public = not hub.model_info(repo).private  # one that was there stays what it is
+        if not (private and public):
+            address = hub.upload_folder(repo_id=repo, folder_path=folder)
+            return f"{address}, {'public: everyone can read it' if public else 'private'}"
     except Exception as error:  # whatever the network, the hub or the name make of it
         raise UserError(f"{folder} is written, but {repo} could not be pushed ({type(error).__name__}: "
                         f"{first_line(error)}). `hf auth login` says who you are; the same command again tries again") \
             from error
+    raise UserError(f"{folder} is written, but not pushed: {repo} is there and public. Make it private on the hub, or "
+                    "give another name")
 
 
 # Back
@@ -240,9 +272,10 @@ def read_folder(folder):
     files = {}
     for name in READ:
         path = os.path.join(folder, name)
+        if isinstance(known.get(name), list):
+            raise UserError(f"{folder} is not whole: the export to it was interrupted. {AGAIN}")
         try:
-            with open(path, "rb") as file:
-                files[name] = file.read()
+            files[name] = read_bytes(path)
         except FileNotFoundError:
             raise UserError(f"{path} is missing. {AGAIN}") from None
         if sha256(files[name]) != known.get(name):
@@ -250,9 +283,16 @@ def read_folder(folder):
     return files
 
 
-def checkpoint_of(folder, out):
-    """The checkpoint that a folder holds, checked as a whole: settings, shapes, numbers, tokenizer; and the hash of its
-    weights."""
+def check_size(values, weights):
+    """Settings must not ask for more layers and generators than there are weights: to make them takes memory and time,
+    even on the meta device."""
+    drawn, held = values["layers"] * max(0, *map(abs, values["children"])), sum(map(torch.numel, weights.values()))
+    if values["layers"] > len(weights) or drawn > held:
+        raise ValueError(f"layers={values['layers']} with children={values['children']} are another model's")
+
+
+def parts_of(folder, out):
+    """(config, progress, packed tokenizer, weights, their hash) as a folder's files have them, not yet compared."""
     files = read_folder(folder)
     try:
         content, tokenizer = (json.loads(files[name]) for name in ("config.json", "tokenizer.json"))
@@ -260,17 +300,51 @@ def checkpoint_of(folder, out):
         packed = packed_tokenizer(tokenizer, about["tokenizer"])
         weights = {key.removeprefix("model."): tensor
                    for key, tensor in safetensors.torch.load(files["model.safetensors"]).items()}
-        config = configs.from_dict(values | {"out": out, "fresh": False})
-        step, best, best_step = int(about["step"]), about["best"], about["best_step"]
+        check_size(values, weights)
+        with torch.device("meta"):  # a layer is made there, to see whether it can be
+            config = configs.from_dict(values | {"out": out, "fresh": False})
+        progress = {key: about[key] for key in ("step", "best", "best_step")}
+        return config, progress, packed, weights, about["weights"]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder} is no folder of this version of export.py ({type(error).__name__}: "
                         f"{first_line(error)}). {AGAIN}") from error
+
+
+def check_shapes(config, weights, path):
+    """Before any memory is taken for the model: are these its weights?"""
+    with torch.device("meta"):
+        asked = {name: list(tensor.shape) for name, tensor in GPT(config).state_dict().items()}
+    found = {name: list(tensor.shape) for name, tensor in weights.items()}
+    for name in asked | found:
+        if asked.get(name) != found.get(name):
+            raise UserError(f"the weights in {path} are another model's: {name} has the shape {found.get(name)}, but "
+                            f"by config.json {asked.get(name)}. {AGAIN}")
+
+
+def check_progress(step, best, best_step, most, folder):
+    """As a run has them, of at most so many steps: best may be infinite, and it and best_step may be missing."""
+    def whole(value, most):
+        return type(value) is int and 0 <= value <= most
+    if not (whole(step, most) and (best is None or type(best) in (int, float) and best >= 0)
+            and (best_step is None or whole(best_step, step))):
+        said = f"step {step!r}, best {best!r}, best_step {best_step!r}"
+        raise UserError(f"{folder} is of no run of {most:,} steps: its config.json says {said[:200]}. {AGAIN}")
+
+
+def checkpoint_of(folder, out):
+    """The checkpoint that a folder holds, checked as a whole: settings, progress, shapes, numbers, tokenizer; and the
+    hash of its weights."""
+    path = os.path.join(folder, "model.safetensors")
+    config, progress, packed, weights, hashed = parts_of(folder, out)
+    check_progress(**progress, most=config.max_steps, folder=folder)
     unpack_tokenizer(packed, os.path.join(folder, "tokenizer.json"))
+    check_shapes(config, weights, path)
     model = GPT(config)
-    load_weights(model, weights, os.path.join(folder, "model.safetensors"))
+    load_weights(model, weights, path)
+    if weights_hash(model) != hashed:
+        raise UserError(f"the weights in {path} are not those that config.json was written with. {AGAIN}")
     plain = {key: configs.plain(value) for key, value in dataclasses.asdict(config).items()}
-    return {"config": plain, "step": step, "best": best, "best_step": best_step, "tokenizer": packed,
-            "model": model.state_dict()}, weights_hash(model)
+    return {"config": plain, **progress, "tokenizer": packed, "model": model.state_dict()}, hashed
 
 
 def make_run(folder, out):
@@ -296,28 +370,42 @@ def parse(arguments):
     parser.add_argument("run", nargs="?", help="a run's folder, such as out/tiny, of which best.pt is taken; "
                                                "or a checkpoint")
     parser.add_argument("--to", metavar="DIR", help="folder to write: a new one, or one of an earlier export")
-    parser.add_argument("--push", metavar="REPO", help="upload the folder to this repository of the Hugging Face hub")
+    parser.add_argument("--push", metavar="REPO", help="upload the folder to this repository of the Hugging Face hub; "
+                                                       "a new one is public: everyone can read it")
+    parser.add_argument("--private", action="store_true", help="--push makes a private repository")
     parser.add_argument("--from", dest="back", metavar="DIR", help="a folder that export.py has written: the way back")
     parser.add_argument("--out", metavar="DIR", help="the run that --from makes (default: out/ and the folder's name)")
     return parser.parse_args(arguments)
 
 
+def check_given(given):
+    """Either a run and --to, or --from; and what goes with each."""
+    if given.back is not None:
+        if given.run is not None or given.to is not None or given.push is not None or given.private:
+            raise UserError("--from DIR makes a run of a folder: it goes with --out only")
+        return
+    if given.out is not None:
+        raise UserError("--out is the run that --from makes: python export.py --from hf/tiny --out out/NAME. The other "
+                        "way takes --to only")
+    if not given.run or not given.to:
+        raise UserError("give a run and a folder: python export.py out/tiny --to hf/tiny; "
+                        "or for the way back: python export.py --from hf/tiny --out out/NAME")
+    if given.private and given.push is None:
+        raise UserError("--private is of the repository that --push makes: add --push REPO, or leave it out")
+
+
 def main(arguments):
     given = parse(arguments)
+    check_given(given)
     if given.back is not None:
-        if given.run is not None or given.to is not None or given.push is not None:
-            raise UserError("--from DIR makes a run of a folder: it goes with --out only")
         out = given.out or os.path.join("out", os.path.basename(os.path.abspath(given.back)))
         content = make_run(given.back, out)
         return say(f"wrote {os.path.join(out, 'best.pt')}, step {content['step']:,}: python eval.py {out}")
-    if not given.run or not given.to or given.out is not None:
-        raise UserError("give a run and a folder: python export.py out/tiny --to hf/tiny; "
-                        "or for the way back: python export.py --from hf/tiny --out out/NAME")
     size = write_folder(open_run(given.run), given.to)
     say(f"wrote {given.to}, {size / 2 ** 20:.1f} MiB: AutoModelForCausalLM.from_pretrained({given.to!r}, "
         "trust_remote_code=True)")
     if given.push is not None:
-        say(f"pushed: {push(given.to, given.push)}")
+        say(f"pushed: {push(given.to, given.push, given.private)}")
 
 
 if __name__ == "__main__":

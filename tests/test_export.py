@@ -1,6 +1,7 @@
 """Export: the folder is our code and weights, transformers computes with it what we do, and the way back is exact."""
 import ast
 import difflib
+import functools
 import importlib.util
 import json
 import math
@@ -107,26 +108,60 @@ def rewrite(folder, name, content):
     write_json(str(folder / "checksums.json"), known | {name: export.sha256(content)})
 
 
+def refuses(match, folder, tmp_path):
+    with pytest.raises(UserError, match=match):
+        export.main(["--from", str(folder), "--out", str(tmp_path / "back")])
+    assert not os.path.exists(tmp_path / "back")
+
+
 def test_what_does_not_belong_together_is_answered(folder, tmp_path):
-    def refuses(match):
-        with pytest.raises(UserError, match=match):
-            export.main(["--from", str(folder), "--out", str(tmp_path / "back")])
+    refuse = functools.partial(refuses, folder=folder, tmp_path=tmp_path)
     settings = json.loads((folder / "config.json").read_bytes())
     for change, match in (({"d": 64}, "d=64"), ({"d": "x"}, "d must be a whole number"), ({"run": {}}, "KeyError"),
-                          ({"run": None}, "TypeError"), ({"layers": 3}, "another"), ({"vocab_size": 10}, "another")):
+                          ({"run": None}, "TypeError"), ({"layers": 3}, "another"), ({"vocab_size": 10}, "another"),
+                          ({"layers": "x"}, "TypeError"), ({"children": 16}, "TypeError")):
         rewrite(folder, "config.json", json.dumps(settings | change).encode())
-        refuses(match)
+        refuse(match)
     rewrite(folder, "config.json", json.dumps(settings).encode())
-    weights, tokenizer = safetensors.torch.load_file(folder / "model.safetensors"), (folder / "tokenizer.json")
+    tokenizer, weights = folder / "tokenizer.json", safetensors.torch.load((folder / "model.safetensors").read_bytes())
     for change, match in ((torch.full_like(weights["model.norm.weight"], math.nan), "no finite numbers"),
-                          (torch.zeros(7), "another model's")):
+                          (torch.zeros(7), "another model's"),
+                          (weights["model.norm.weight"] * 2, "not those that config.json was written with")):
         rewrite(folder, "model.safetensors", safetensors.torch.save(weights | {"model.norm.weight": change}))
-        refuses(match)
+        refuse(match)
     rewrite(folder, "model.safetensors", safetensors.torch.save(weights))
     content = json.loads(tokenizer.read_bytes())
     content["added_tokens"][0]["content"] = "<|other|>"
     rewrite(folder, "tokenizer.json", json.dumps(content).encode())
-    refuses("does not match its id")
+    refuse("does not match its id")
+
+
+@pytest.mark.parametrize("progress", (
+    {"step": -5}, {"step": 1e308}, {"step": True}, {"step": None}, {"step": 121}, {"best": {"a": [1]}}, {"best": "x"},
+    {"best": math.nan}, {"best": -1.0}, {"best_step": "x"}, {"best_step": -1}, {"best_step": 1.5}))
+def test_the_progress_of_a_run_is_one_that_a_run_can_have(folder, tmp_path, progress):
+    settings = json.loads((folder / "config.json").read_bytes())
+    rewrite(folder, "config.json", json.dumps(settings | {"run": settings["run"] | progress}).encode())
+    refuses("of no run of 120 steps: its config.json says", folder, tmp_path)
+
+
+@pytest.mark.parametrize("change", (
+    {"d": 4096, "bits": [12, 17], "layers": 8, "children": [64]}, {"vocab_size": 2 ** 24},
+    {"layers": 10 ** 4}, {"children": [2 ** 40]}, {"children": [2 ** 40, -2 ** 40]}))
+def test_no_memory_is_taken_for_a_model_that_the_weights_are_not_of(folder, tmp_path, monkeypatch, change):
+    devices = set()
+
+    def watched(kind):
+        def make(*arguments, **options):
+            devices.add(torch.get_default_device().type)
+            return kind(*arguments, **options)
+        return make
+    monkeypatch.setattr(export, "GPT", watched(export.GPT))
+    monkeypatch.setattr(configs, "DeepParityBottleneck", watched(configs.DeepParityBottleneck))
+    settings = json.loads((folder / "config.json").read_bytes())
+    rewrite(folder, "config.json", json.dumps(settings | change).encode())
+    refuses("another model's", folder, tmp_path)
+    assert devices <= {"meta"}
 
 
 def test_nothing_of_others_is_overwritten(world, folder, tmp_path):
@@ -141,6 +176,68 @@ def test_nothing_of_others_is_overwritten(world, folder, tmp_path):
     assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
     with pytest.raises(UserError, match="not empty"):
         export.main(["--from", str(folder), "--out", str(world / "parity")])
+
+
+def test_only_an_export_is_overwritten_and_only_as_it_was_written(world, folder, tmp_path):
+    def refuse(folder, match):
+        before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+        with pytest.raises(UserError, match=match):
+            export.main([str(world / "parity"), "--to", str(folder)])
+        assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
+    for name in "README.md", "model.py", "checksums.json":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("{}")
+        (tmp_path / name / "config.json").write_text("mine")
+    refuse(tmp_path / "README.md", "holds README.md, which no export has written")
+    refuse(tmp_path / "model.py", "holds config.json, which no export has written")
+    refuse(tmp_path / "checksums.json", "holds config.json, which no export has written")
+    (folder / "README.md").write_bytes((folder / "README.md").read_bytes() + b"mine")
+    refuse(folder, "README.md was changed since it was exported")
+    os.remove(folder / "README.md")
+    export.main([str(world / "parity"), "--to", str(folder)])
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(world / "hf_parity"))
+
+
+def test_an_interrupted_export_is_no_run_and_goes_on_but_not_over_the_work_of_others(world, folder, tmp_path,
+                                                                                      monkeypatch):
+    with open(world / "hf_none" / "model.safetensors", "rb") as file:
+        other = file.read()
+    whole = export.write_bytes
+    for stop_at in "model.safetensors", "tokenizer.json", "README.md":
+        def interrupted(path, content, stop_at=stop_at):
+            if path.endswith(stop_at):
+                raise KeyboardInterrupt
+            whole(path, content)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(export, "write_bytes", interrupted)
+            export.main([str(world / "none"), "--to", str(folder)])
+        refuses("the export to it was interrupted", folder, tmp_path)
+    assert (folder / "model.safetensors").read_bytes() == other  # files of two exports
+    (folder / "LICENSE").write_text("mine")
+    with pytest.raises(UserError, match="LICENSE was changed"):
+        export.main([str(world / "none"), "--to", str(folder)])
+    os.remove(folder / "LICENSE")
+    export.main([str(world / "none"), "--to", str(folder)])
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(world / "hf_none"))
+    for name in export.READ:
+        assert (folder / name).read_bytes() == (world / "hf_none" / name).read_bytes()
+
+
+def test_an_older_file_of_an_export_is_taken_away(world, folder):
+    rewrite(folder, "older.py", b"")
+    export.main([str(world / "parity"), "--to", str(folder)])
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(world / "hf_parity"))
+
+
+def test_options_that_do_not_go_together_are_answered(world, tmp_path):
+    run, to = str(world / "parity"), ["--to", str(tmp_path / "new")]
+    for arguments, match in (([run, *to, "--out", "y"], "--out is the run that --from makes"),
+                             ([run, *to, "--private"], "--private is of the repository"),
+                             (["--from", run, "--private"], "goes with --out only"),
+                             ([run], "give a run and a folder")):
+        with pytest.raises(UserError, match=match):
+            export.main(arguments)
+    assert not os.path.exists(tmp_path / "new")
 
 
 # The folder
@@ -180,6 +277,12 @@ def test_the_code_in_the_folder_needs_nothing_but_itself_torch_numpy_and_transfo
         assert set(imports(ast.parse((world / "hf_parity" / f"{name}.py").read_text()))) <= known, name
 
 
+def test_the_licence_goes_with_the_code(world):
+    with open(os.path.join(ROOT, "LICENSE")) as file:
+        assert (world / "hf_parity" / "LICENSE").read_text() == file.read()
+    assert (world / "hf_parity" / "README.md").read_text().startswith("---\nlicense: mit\n")
+
+
 def test_the_card_has_the_figures_of_the_run(world, folder):
     run = open_run(str(world / "parity"))
     assert f"| val_loss, in training | {run.content['best']:,.6g} |" in (folder / "README.md").read_text()
@@ -204,22 +307,30 @@ def test_tokenizers_cuts_texts_as_ours_does(world):
 
 
 def test_push_uploads_the_folder_or_says_why_not(world, folder, monkeypatch, capsys):
-    calls = []
+    calls, there = [], {"me/open": False}  # repositories, and whether they are private
 
     class Hub:
-        def create_repo(self, repo, exist_ok):
+        def create_repo(self, repo, exist_ok, private):
             if repo == "me/forbidden":
                 raise PermissionError("403 Forbidden")
-            calls.append((repo, exist_ok))
+            there.setdefault(repo, bool(private))
+
+        def model_info(self, repo):
+            return types.SimpleNamespace(private=there[repo])
 
         def upload_folder(self, repo_id, folder_path):
             calls.append((repo_id, sorted(os.listdir(folder_path))))
             return f"https://hub/{repo_id}"
     command = [str(world / "parity"), "--to", str(folder), "--push"]
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=Hub))
-    export.main([*command, "me/tiny"])
-    assert calls == [("me/tiny", True), ("me/tiny", sorted(os.listdir(folder)))]
-    assert "pushed: https://hub/me/tiny" in capsys.readouterr().out
+    for arguments, said in ((["me/tiny"], "public: everyone can read it"), (["me/mine", "--private"], "private"),
+                            (["me/mine"], "private"), (["me/open"], "public: everyone can read it")):
+        export.main([*command, *arguments])
+        assert calls.pop() == (arguments[0], sorted(os.listdir(folder)))
+        assert f"pushed: https://hub/{arguments[0]}, {said}\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="not pushed: me/open is there and public"):
+        export.main([*command, "me/open", "--private"])
+    assert not calls
     with pytest.raises(UserError, match="could not be pushed .*403 Forbidden"):
         export.main([*command, "me/forbidden"])
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -230,7 +341,7 @@ def test_push_uploads_the_folder_or_says_why_not(world, folder, monkeypatch, cap
 # transformers, in a process that knows nothing of this repository: both models at once, from a fresh cache of modules
 
 THEIRS = """
-import sys, torch
+import os, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 torch.set_num_threads(1)
 asked, found = torch.load(sys.argv[1]), {}
@@ -246,9 +357,15 @@ for kind in asked["kinds"]:
     ids = [asked["start"] + tokenizer(text).input_ids for text in prompts]
     greedy = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": [asked["never"]]}
 
-    def pad(side):
+    def pad(side, ids):
         tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ids], True, 3, side)
         return tokens, torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], True, 0, side).long()
+
+    def refused(function, *arguments, **options):
+        try:
+            return str(function(*arguments, **options))
+        except ValueError as error:
+            return str(error)
 
     def edit(layer, code):
         return code._replace(coefs=code.coefs.clamp(min=0))
@@ -266,18 +383,34 @@ for kind in asked["kinds"]:
             "long edited": model.generate(torch.tensor(ids[:1]), attention_mask=torch.ones(1, len(ids[0])).long(),
                                           edit=edit, patch=patch, **greedy)}
         for side in ("left", "right"):
-            tokens, mask = pad(side)
+            tokens, mask = pad(side, ids)
             for cached in (False, True):
                 logits = model(tokens, mask, use_cache=cached).logits
                 here[side, cached] = [row[kept.bool()] for row, kept in zip(logits, mask)]
-        tokens, mask = pad("left")
-        here["batch"] = model.generate(tokens, attention_mask=mask, **greedy | {"max_new_tokens": 20})[:, -20:]
-        try:
-            model(tokens, mask[:, 1:])
-        except ValueError as error:
-            here["refused"] = str(error)
+        here["unmasked"] = model.generate(torch.tensor(ids[1:2]), **greedy)[:, -80:]
+        tokens, mask = pad("left", [*ids, asked["longer"]])
+        here["batch"] = model.generate(tokens, attention_mask=mask, **greedy)[:, -80:]
+        tokens, mask = pad("left", ids)
+        here["refused"] = [refused(model, tokens, mask[:, 1:]), refused(model, tokens, output_hidden_states=True),
+                           refused(model, tokens, output_attentions=True),
+                           refused(model.generate, tokens, attention_mask=mask, use_cache=False, **greedy),
+                           refused(model.generate, tokens[:1], prompt_lookup_num_tokens=2, **greedy)]
 model = AutoModelForCausalLM.from_pretrained("me/tiny", trust_remote_code=True)  # as the hub would have it
 assert torch.equal(model(asked["tokens"]).logits, found["parity"]["logits"])
+code = sys.modules[type(found["parity"]["model"]).__module__]
+beside = os.path.join(os.path.dirname(code.__file__), "kernels.c")
+assert os.stat(beside).st_mode & 0o777 == 0o644  # others may read it, too
+os.rename(beside, beside + ".old")
+os.mkdir(beside)  # so that no file can be put there, by whomever
+for cache in os.environ["XDG_CACHE_HOME"], code.__file__:  # the user's; one where no folder can be
+    os.environ["XDG_CACHE_HOME"] = cache
+    code.place_kernels.cache_clear()
+    kept = code.place_kernels()
+    place = os.path.dirname(code.kernels_cpu.__file__)
+    assert open(os.path.join(place, "kernels.c")).read() == code.SOURCE
+    assert place.startswith(cache if kept is None else kept.name)
+code.kernels_cpu.library.cache_clear()
+assert torch.equal(found["parity"]["model"](asked["tokens"]).logits, found["parity"]["logits"])
 assert "helpers" not in sys.modules and "model" not in sys.modules  # this repository is not on the path
 for here in found.values():
     del here["model"]
@@ -304,7 +437,8 @@ def theirs(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("theirs")
     torch.manual_seed(0)
     asked = {"root": str(world), "kinds": KINDS, "prompts": PROMPTS, "tokens": torch.randint(1500, (3, 48)),
-             "start": [open_run(str(world / "parity")).encoding.eot_token], "never": 2047}
+             "start": [open_run(str(world / "parity")).encoding.eot_token], "never": 2047,
+             "longer": torch.randint(1500, (60,)).tolist()}
     torch.save(asked, folder / "asked.pt")
     hub = folder / "home" / "hub" / "models--me--tiny"  # as if it had been downloaded
     shutil.copytree(world / "hf_parity", hub / "snapshots" / ("ab" * 20))
@@ -358,9 +492,33 @@ def test_padding_on_either_side_changes_nothing(world, theirs, kind):
             alone = model(torch.tensor([ids]))[0]
             for key in ("left", False), ("left", True), ("right", False), ("right", True):
                 assert (found[kind][key][row] - alone).abs().max() <= 1e-4, key
-            ours = torch.stack(list(model.generate(torch.tensor([ids]), 20, temperature=0)), 1)
-            assert torch.equal(found[kind]["batch"][row], ours[0])
-    assert "attention_mask must have shape" in found[kind]["refused"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_a_batch_pass_the_context_each_as_it_would_alone(world, theirs, kind):
+    (asked, found), run = theirs, open_run(str(world / kind))
+    texts = [*found[kind]["ids"], asked["longer"]]
+    assert len(set(map(len, texts))) == len(texts) and len(asked["longer"]) > run.config.context
+    for row, ids in enumerate(texts):
+        ours = torch.stack(list(run.model.generate(torch.tensor([ids]), 80, temperature=0)), 1)
+        assert torch.equal(found[kind]["batch"][row], ours[0]), row
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_mask_every_token_counts(world, theirs, kind):
+    """transformers takes <|endoftext|> for padding, which it is, too, when another token is to end a text."""
+    (_, found), model = theirs, open_run(str(world / kind)).model
+    ours = torch.stack(list(model.generate(torch.tensor(found[kind]["ids"][1:2]), 80, temperature=0)), 1)
+    assert torch.equal(found[kind]["unmasked"], ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_there_ends_with_a_sentence(theirs, kind):
+    sentences = ("attention_mask must have shape", "output_hidden_states is not there",
+                 "output_attentions is not there", "do not fit the context of 48",
+                 "assisted generation ends where the context of 48 is full")
+    for said, sentence in zip(theirs[1][kind]["refused"], sentences, strict=True):
+        assert sentence in said
 
 
 HARNESS = """
