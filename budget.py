@@ -11,8 +11,9 @@ steps, fitted to both: with parity's loss L after S steps,
     n = the steps at which dense has the loss L (1 + tolerance)        price = S / n
 
 for each seed by itself: both models see the same data in the same order. The interval is Student's over the logarithms
-of the seeds' prices, 95%. Where a seed's target lies outside of the budgets, only a bound is known, and that is said.
-A finished run is not trained again; one of --reuse with the same settings is taken as it is.
+of the seeds' prices, 95%. Where a seed's target lies outside of the budgets, only a bound is known, and its side said.
+A finished run is not trained again; one of --reuse is taken as it is where it has the same settings and data and was
+trained from scratch.
 """
 import argparse
 import math
@@ -21,12 +22,23 @@ import subprocess
 import sys
 
 import config as configs
-from helpers import UserError, check_writable, provenance, read_json, run_script, say, whole_number, within, write_json
+from data import parse_mixture
+from helpers import (
+    UserError,
+    check_writable,
+    provenance,
+    read_json,
+    run_script,
+    say,
+    student,
+    whole_number,
+    within,
+    write_json,
+)
 from plot import read_metrics
 
 PAPER = {"small": 9.4, "large": 6.7}
 TOLERANCES = (0.0, 0.01)  # the second is the paper's
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # of 2 to 10 seeds
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -53,33 +65,52 @@ def price(parity, dense, tolerance):
         target = loss * (1 + tolerance)
         needed, bound = steps_needed(dense[seed], target)
         rows.append({"seed": seed, "target": target, "steps": needed, "bound": bound, "price": steps / needed})
-    return {"tolerance": tolerance, "seeds": rows, "price": interval([row["price"] for row in rows]),
-            "bounds": sorted({row["bound"] for row in rows} - {""})}
+    value, *between = interval([row["price"] for row in rows])
+    bounds = sorted({row["bound"] for row in rows} - {""})
+    return {"tolerance": tolerance, "seeds": rows, "bounds": bounds,
+            "price": [value, *([None, None] if bounds else between)]}  # bounds have no interval
 
 
 def interval(prices):
     """[mean, low, high] by their logarithms; without an interval for one."""
-    logs = [math.log(value) for value in prices]
-    mean, n = sum(logs) / len(logs), len(logs)
-    if n < 2:
-        return [math.exp(mean), None, None]
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in logs) / (n - 1))
-    half = STUDENT[min(n, 10) - 2] * deviation / math.sqrt(n)
-    return [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
+    return [None if value is None else math.exp(value) for value in student([math.log(price) for price in prices])]
+
+
+def side(bounds):
+    """What a price is of which some seeds know only a bound: where dense needs fewer steps than the least that were
+    tried, it is at least what was found; where it needs more, at most; None where both occur: it is no bound."""
+    return {(): "", ("fewer",): "at least", ("more",): "at most"}.get(tuple(bounds))
+
+
+def reason(bounds):
+    """Why a price is only a bound, or none; to follow what is said of it."""
+    text = " and for others ".join(f"{word} steps than were tried" for word in bounds)
+    return f"; for some seeds dense needs {text}" if bounds else ""
 
 
 # The runs
 
 
 def last_loss(folder, config):
-    """The validation loss of a run that is finished, with these settings; else None."""
+    """The validation loss of a run that is finished, with these settings, from scratch and on this data; else None."""
     path = os.path.join(folder, "config.json")
     if not os.path.exists(path):
         return None
     saved = read_json(path, "Delete the folder, and train again")
     rows = [row for row in read_metrics(folder) if "val_loss" in row]
     done = rows and rows[-1]["step"] == config.max_steps and not configs.differences(config, saved)
-    return rows[-1]["val_loss"] if done else None
+    return rows[-1]["val_loss"] if done and is_comparable(config, saved) else None
+
+
+def is_comparable(config, saved):
+    """Whether a run's loss may stand beside another's: settings that may change when a run goes on are not among its
+    differences, but these two change the loss."""
+    return not saved.get("init_from") and places(saved.get("data", "")) == places(config.data)
+
+
+def places(text):
+    """What a setting `data` stands for, however its folders are written."""
+    return [(os.path.realpath(folder), weight) for folder, weight in parse_mixture(text)]
 
 
 def finished(path, words, folder, reuse, fresh):
@@ -94,6 +125,8 @@ def finished(path, words, folder, reuse, fresh):
                f"--eval_every={config.max_steps}", f"--fresh={fresh}"]
     code = subprocess.run(command).returncode
     loss = last_loss(folder, config)
+    if loss is None and code == 0:
+        raise UserError(f"{folder} is finished, but on other data or from other weights: --fresh trains it anew")
     if loss is None:
         raise UserError(f"{folder} was not finished (exit code {code}): the same command goes on")
     return folder, loss
@@ -122,10 +155,10 @@ def measure(options):
 
 def describe(row):
     value, low, high = row["price"]
-    text = f"{value:.2f} times" + (f" [{low:.2f}, {high:.2f}]" if low is not None else "")
-    if row["bounds"]:
-        text += f"; for some seeds dense needs {' or '.join(row['bounds'])} steps than were tried, so this is a bound"
-    return text
+    if side(row["bounds"]) is None:
+        return "not known" + reason(row["bounds"])
+    text = f"{side(row['bounds'])} {value:.2f} times".lstrip()
+    return text + (f" [{low:.2f}, {high:.2f}]" if low is not None else "") + reason(row["bounds"])
 
 
 def draw(rows, results, path):
@@ -173,6 +206,10 @@ def main(arguments):
         raise UserError(f"{options.out} is a file: choose a folder for --out")
     options.steps = options.steps or configs.load([options.parity]).max_steps
     configs.load([options.dense])
+    for folder in options.reuse:
+        if not os.path.exists(os.path.join(folder, "config.json")):
+            raise UserError(f"--reuse {folder} is no folder of a run, which has config.json in it: leave it off, or "
+                            "give one that train.py wrote, such as out/tiny")
     os.makedirs(options.out, exist_ok=True)
     path = os.path.join(options.out, "budget.json")
     check_writable(path)

@@ -78,6 +78,7 @@ def val(scorer, run, tokens, limit, stride):
     lengths = np.zeros(run.encoding.n_vocab, np.int64)  # in bytes; end-of-text stays 0
     lengths[list(ranks.values())] = [len(token) for token in ranks]
     return {**measures(-log_probs.sum(), len(scored), int(lengths[scored].sum())),
+            "nats": [round(-value, 4) for value in log_probs.tolist()],  # of each window
             "what": f"{len(scored):,} tokens of the validation split of {tokens.folder}, "
                     f"{describe_windows(scorer, stride)}",
             "data": {"source": tokens.folder, "tokenizer": tokens.tokenizer_id, "sha256": digest(scored)}}

@@ -7,6 +7,9 @@ A claim is a difference that the paper, or common sense, says is above 0 or belo
     cannot tell at this size    it has 0 in it, there is none, or it was drawn from fewer than six items: a coin gives
                                 five of one sign with more than 5%
 
+The rule of six is for intervals of bootstrap draws and Wilson's. Student's, over three seeds (tokens) or five repeats
+(retrieval), grow by themselves as their items get fewer.
+
 The differences are paired where the experiment's JSON has them so; else `apart` takes the two intervals at their worst.
 A figure of the paper stands beside ours where one is known, and nowhere else. A section is a function of `get(step,
 file)`, the JSON of a result or None, and gives None where its step has no results.
@@ -14,6 +17,8 @@ file)`, the JSON of a result or None, and gives None where its step has no resul
 import math
 import re
 from typing import NamedTuple
+
+from helpers import bootstrap
 
 HOLDS, FAILS, UNSURE = "holds", "does not hold", "cannot tell at this size"
 FEWEST = 6  # items of an interval
@@ -94,6 +99,11 @@ def less_number(interval, number):
     return None if interval is None else [value - number for value in interval]
 
 
+def least(differences):
+    """Of several that are all claimed to be above 0, [value, low, high] of the least."""
+    return [min(values) for values in zip(*differences)] if differences else None
+
+
 def spread(interval, sign="", digits=3):
     if interval is None or interval[0] is None or not math.isfinite(interval[0]):
         return "nothing to compare"
@@ -131,17 +141,33 @@ def speed(get):
         return None
     rows = {row["variant"]: row for row in found["rows"]}
     ratios = {name: [row["ratio"], *row["ratio_between"]] for name, row in rows.items() if row.get("ratio_between")}
-    claims = [Claim("A parity model trains faster than one with learned in-loop TopK dictionaries.",
-                    apart(ratios.get("parity"), ratios.get("topk")), -1,
-                    "overheads against the dense twin, in turn in one run; of tiny models on this machine")]
-    import bench  # for the paper's figures, and only here: it brings torch
+    others = max((row.get("cores_taken_by_others") or 0 for row in found["rows"]), default=0)
+    import bench  # for the paper's figures and what it calls busy, and only here: it brings torch
+    difference, busy = apart(ratios.get("parity"), ratios.get("topk")), others >= bench.BUSY
+    if busy and difference:
+        difference = [difference[0], None, None]
+    claims = [Claim("A parity model trains faster than one with learned in-loop TopK dictionaries.", difference, -1,
+                    "overheads against the dense twin, in turn in one run of one process each, whose noise is all that "
+                    "the interval knows; of tiny models on this machine"
+                    + f"; others took {others:.2f} cores meanwhile, too much to tell" * busy)]
     names = [name for name, known in bench.ROWS.items() if any(known.values())]
     paper = {variant: ", ".join(figure(bench.ROWS[name].get(variant), 2) for name in names)
              for variant in ("parity", "topk")}
     table = [[name, spread(ratios.get(name)) if name != "dense" else "1", paper.get(name, "")] for name in rows]
-    others = max((row.get("cores_taken_by_others") or 0 for row in found["rows"]), default=0)
     return Section(claims, [Table("", ("", "here, tiny", f"paper, 4 H200: {', '.join(names)}"), table,
         f"{found['device']}; others took {others:.2f} cores meanwhile.")])
+
+
+def loss_claim(found):
+    """Parity against dense, window by window where both were evaluated on the same ones. found: {name: eval.json}."""
+    one, two = (found[name]["results"]["val"] for name in ("tiny", "tiny_gpt"))
+    same = one.get("nats") and two.get("nats") and one["data"] == two["data"] and len(one["nats"]) == len(two["nats"])
+    ratio = bootstrap(one["nats"], two["nats"]) if same else [one["loss"] / two["loss"], None, None]
+    items = len(one["nats"]) if same else math.inf
+    n = f"paired, n = {items:,} windows of {one['tokens']:,} tokens" if same else "no windows to pair"
+    return Claim("The parity model's loss is within 1% of its dense twin's.",
+                 [None if value is None else value - 1.01 for value in ratio], -1,
+                 f"its loss over that of the twin, less 1.01; one seed; {n}", items)
 
 
 def models(get):
@@ -169,7 +195,7 @@ def models(get):
               Table("Features that never fired", ("", *(f"level {level}" for level in range(levels))), features),
               Table("The paper's models, on text: no figure above is comparable with these",
                     ("", "validation loss", "Pile perplexity", "HellaSwag", "LAMBADA"), paper)]
-    return Section([], tables,
+    return Section([loss_claim(found)] if all(found.values()) else [], tables,
                    (("train", "loss.png", "loss of the parity model"), ("train_gpt", "loss.png", "of its dense twin")))
 
 
@@ -177,19 +203,18 @@ def tokens(get):
     found = get("tokens", "budget.json")
     if found is None:
         return None
+    import budget  # only where it is needed: it brings torch
     claims, rows = [], []
     for row in found["results"]:
-        value, low, high = row["price"]
-        known = low is not None and not row["bounds"]
+        known = row["price"][1] is not None and not row["bounds"]
         within = f"within {row['tolerance']:.0%} of parity's loss" if row["tolerance"] else "parity's loss"
         n = f"n = {len(row['seeds'])} seeds, Student's interval of logarithms"
-        bounds = "; for some seeds dense needs {} steps than were tried".format(" or ".join(row["bounds"]))
         claims.append(Claim(f"A dense twin reaches {within} with fewer tokens.",
                             [math.log(v) for v in row["price"]] if known else None, 1,
-                            f"logarithm of the ratio of tokens; {n}{bounds * bool(row['bounds'])}"))
+                            f"logarithm of the ratio of tokens; {n}" if known else
+                            f"tokens of parity over tokens of dense: {budget.describe(row)}"))
         paper = ", ".join(f"{value} ({name})" for name, value in found["paper"].items())
-        rows.append([within, spread(row["price"], digits=2) + " (a bound)" * bool(row["bounds"]),
-                     paper if row["tolerance"] else ""])
+        rows.append([within, budget.describe(row), paper if row["tolerance"] else ""])
     runs = [[row["kind"], row["seed"], f"{row['steps']:,}", f"{row['tokens']:,}", f"{row['loss']:.4f}"]
             for row in found["rows"]]
     return Section(claims,
@@ -227,6 +252,24 @@ def autoencoders(get):
                    (("sae_gpt", "explained-mlp_in.png", "explained variance by layer"),))
 
 
+WAYS = {"mlp": "put in where the MLP reads", "literal": "put in literally"}  # of editing own features
+
+
+def lot_claim(row):
+    """What greedily chosen edits have over as many drawn by lot, and over a direction drawn by lot. row: a result of
+    own features."""
+    shares = {key: value["ours"] for key, value in row["rows"].items()}
+    counts = [count for count in ("8", "K") if {count, f"random {count}", f"direction {count}"} <= shares.keys()]
+    differences = [apart(shares[count], shares[f"{control} {count}"])
+                   for count in counts for control in ("random", "direction")]
+    flipped = "; ".join("{} edits flip {:.2f}, random ones {:.2f}, a direction {:.2f}".format(
+        count, *(shares[key][0] for key in (count, f"random {count}", f"direction {count}"))) for count in counts)
+    return Claim(f"{row['task']}: edits of own features, {WAYS[row['way']]}, flip more than as many random ones and "
+                 "than a random direction.", least(differences), 1,
+                 f"share flipped, own less control, the least of these, with intervals at their worst: {flipped}; "
+                 f"the same {row['n']} pairs", row["n"])
+
+
 def circuits(get):
     found = get("circuits", "circuits.json")
     if found is None:
@@ -245,6 +288,8 @@ def circuits(get):
         if (row["run"], row["source"]) == ("tiny", "hash-mlp_in"):
             claims.append(Claim(f"{row['task']}: edits of own features flip more than those of the hash.",
                                 row["differences"].get("K"), 1, f"K edits, own less hash, on the same {n} pairs", n))
+    claims += [lot_claim(row) for row in found["results"]
+               if (row["run"], row["source"]) == ("tiny", "own") and row["way"] in WAYS and "edited" in row["select"]]
     carry = [[row["task"], row["run"], row["site"], row["layer"], spread(row["e"], digits=2)]
              for row in found["effects"] if row["span"] == "last" and row["site"] != "block_out"]
     head = "task", "run", "component", "layer", "e"
@@ -290,18 +335,27 @@ def noise(get):
         row = pick(found["rows"], run=run, kind=kind, ratio=ratio, measure=measure, layer=layer)
         return row and row["value"]
     about = f"noise of {ratio} of the norm, n = {found['n']} windows"
+    bottleneck = f"at the first bottleneck after it, that of layer {first}"
     claims = [Claim("Less of added noise is left at the end of the parity model than of its dense twin.",
-                    apart(value("tiny", "left", last), value("tiny_gpt", "left", last)), -1, about),
+                    apart(value("tiny", "left", last), value("tiny_gpt", "left", last)), -1,
+                    f"share left after layer {last}; {about}", found["n"]),
               Claim("A bottleneck passes on less of noise than it is given.",
-                    less_number(value("tiny", "passed", first), 1), -1, f"change of y over that of h, less 1; {about}"),
+                    less_number(value("tiny", "passed", first), 1), -1,
+                    f"change of y over that of h, less 1, {bottleneck}; {about}", found["n"]),
               Claim("It passes on less of noise than of what belongs into the stream.",
-                    apart(value("tiny", "passed", first), value("tiny", "passed", first, "real")), -1, about)]
+                    apart(value("tiny", "passed", first), value("tiny", "passed", first, "real")), -1,
+                    f"change of y over that of h, {bottleneck}; {about}", found["n"])]
     names = dict.fromkeys(row["run"] for row in found["rows"])
     rows = [[name, kind, spread(value(name, "left", last, kind), digits=2),
              spread(value(name, "passed", first, kind), digits=2), spread(value(name, "kl", None, kind))]
             for name in names for kind in ("noise", "real")]
     return Section(claims, [Table("", ("", "added", "left at the end", "passed on", "nats"), rows)],
                    (("noise", "noise.png", "what is left of noise"),))
+
+
+def items_of(measure):
+    """What probe.json counts for a measure."""
+    return {"interpret": "features", "absorption": "words in texts"}.get(measure.split()[0], "decisions")
 
 
 def saebench(get):
@@ -314,8 +368,11 @@ def saebench(get):
     for measure, wanted in better.items():
         row = pick(found.get("differences", []), run="tiny", source="own", measure=measure)
         if row:
+            n = min((other["n"] for other in found["rows"] if other["measure"] == measure and other["n"]
+                     and other["run"] == "tiny" and other["source"] in ("own", row["less"])), default=0)
             claims.append(Claim(f"{measure}: own features do better than the hash of the same activations.",
-                                row["difference"], wanted, "own less hash, the mean over layers, paired"))
+                                row["difference"], wanted, "own less hash, the mean over layers, paired; n = "
+                                f"{n:,} {items_of(measure)}, at the layer with the fewest", n))
     middle, names = found["middle"], dict.fromkeys((row["run"], row["source"]) for row in found["rows"])
     measures = [measure for measure in (*better, "absorption topic") if pick(found["rows"], measure=measure)]
     rows = []
@@ -331,9 +388,14 @@ def meaning(get):
     found = get("truth", "truth.json")
     if found is None:
         return None
-    claims = [Claim(f"{row['group']}: single own features stand for it better than those of the hash.",
-                    row["difference"], 1, f"F1 on unseen words, own less hash, the mean over layers, paired; "
-                    f"n = {found['tokens']:,} tokens") for row in found.get("differences", [])]
+    claims = []
+    for row in found["differences"]:
+        own = pick(found["rows"], run=row["run"], source="own", group=row["group"])
+        claims.append(Claim(f"{row['group']}: single own features stand for it better than those of the hash, and than "
+                            "one that always fires.", row["above"], 1,
+                            f"F1 on unseen words, own less the larger of the two ({row['larger']}), the mean over "
+                            f"layers, paired; n = {min(own['words'])} words in the smaller half, {own['n']:,} labelled "
+                            f"tokens of {found['tokens']:,}", min(own["words"])))
     groups = list(dict.fromkeys(row["group"] for row in found["rows"]))
     rows = []
     for run, source in dict.fromkeys((row["run"], row["source"]) for row in found["rows"]):

@@ -410,6 +410,18 @@ def bootstrap(tops, bottoms, draws=1000):
     return [float(tops.sum() / bottoms.sum()), *map(float, np.quantile(ratios, [0.025, 0.975]))]
 
 
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # of 2 to 10 values, 95%
+
+
+def student(values):
+    """[mean, low, high]: Student's interval of 95%, beyond ten values a little too wide; none for a single one."""
+    mean, n = float(np.mean(values)), len(values)
+    if n < 2:
+        return [mean, None, None]
+    half = STUDENT[min(n, 10) - 2] * standard_error(values)
+    return [mean, mean - half, mean + half]
+
+
 def wilson(hits, count):
     """[share, low, high]: Wilson's interval of 95%."""
     if not count:

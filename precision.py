@@ -28,7 +28,7 @@ import numpy as np
 
 import poison
 from checkpoint import open_run, weights_hash
-from helpers import Records, UserError, checksum, progress, provenance, say, write_json
+from helpers import Records, UserError, checksum, progress, provenance, say, student, write_json
 from passages import MOST, Shape, all_shapes, as_index, cosines, count_tokens, read_passages, tokens_of, width_of
 from postings import largest
 from sources import open_source
@@ -41,7 +41,6 @@ KINDS = ("triggered", "background", "sham")
 WAYS = {"pooled": ("max", "last"), "token": ("token",)}
 ROOM = 4 * 10 ** 9      # bytes of vectors held at a time: of as many layers as fit
 PERMUTED = 100          # permutations of the labels
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # of 2 to 10 repeats
 
 
 class Group(NamedTuple):
@@ -284,20 +283,13 @@ def hits_by_kind(scores, group):
 def summary(values):
     """Precision at each k: the mean with its interval, and the deviation between repeats. values: [(Q, len(KS))]."""
     means = np.stack([found.mean(0) / KS for found in values])  # (repeats, len(KS))
-    return {"precision": [np.clip(interval(column), 0, 1).tolist() for column in means.T],
+    return {"precision": [np.clip(student(column), 0, 1).tolist() for column in means.T],
             "deviation": means.std(0, ddof=1).tolist()}
-
-
-def interval(values):
-    """[mean, low, high] over repeats."""
-    mean, n = float(np.mean(values)), len(values)
-    half = float(np.std(values, ddof=1) / np.sqrt(n) * STUDENT[min(n, 10) - 2])  # beyond 10 a little too wide
-    return [mean, mean - half, mean + half]
 
 
 def difference(one, two):
     """[mean, low, high] of the difference of two rows' precision at 10, repeat by repeat."""
-    return interval([np.mean(a, 0)[AT] / KS[AT] - np.mean(b, 0)[AT] / KS[AT] for a, b in zip(one["hits"], two["hits"])])
+    return student([np.mean(a, 0)[AT] / KS[AT] - np.mean(b, 0)[AT] / KS[AT] for a, b in zip(one["hits"], two["hits"])])
 
 
 # What an index costs

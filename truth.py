@@ -13,12 +13,15 @@ Labels come in groups, which labels.py defines: for the toy world topics, kinds 
 job, first letters, opinions, traits and towns of facts; for English text the form of a token, classes of word that need
 no tagger, and the first word of a sentence.
 
-Of two labels a feature that always fires finds one with F1 0.67: what counts is the distance to the controls. F1 is the
-mean over the labels of a group; +- is half of the interval that holds 95% of bootstrap draws over words, the same draws
-for all sources, so that differences between two of them are paired. Purity: of features that fire on at least 20
-tokens, the share of the commonest label among the 20 strongest, the mean over features.
+Of two labels a feature that always fires finds one with F1 0.67, and a model that knows nothing has features that fire
+nearly always. So `always on`, what a feature that fires on every token gets on the same unseen tokens, is a control
+like the others; what counts is the distance to the larger of it and the hash. F1 is the mean over the labels of a
+group; +- is half of the interval that holds 95% of bootstrap draws over words, the same draws for all sources, so that
+differences between two of them are paired; each draw has its own larger control. Purity: of features that fire on at
+least 20 tokens, the share of the commonest label among the 20 strongest, the mean over features.
 """
 import functools
+import itertools
 import os
 from typing import NamedTuple
 
@@ -37,6 +40,7 @@ from toyworld import is_toy
 
 TOP = 20      # of a feature, the tokens that its purity is about
 DRAWS = 400   # of the bootstrap
+ALWAYS = "always on"  # the source of the control whose feature fires on every token
 
 
 # Features against labels
@@ -106,6 +110,17 @@ def test(given, group, half):
                "known": int(known.sum()), "unseen": int(unseen.sum())}, np.stack([found, wrong, missed], 1)
 
 
+def always(group):
+    """Of a feature that fires on every token, what test() counts: (labels of both halves, units, 3)."""
+    labels, units = len(group.labels), len(group.half)
+    labelled = group.label >= 0
+    found = np.bincount(group.label[labelled] * units + group.unit[labelled], minlength=labels * units)
+    found = found.reshape(labels, units)
+    every = np.bincount(group.unit[group.unit >= 0], minlength=units)
+    counts = np.stack([found, every - found, np.zeros_like(found)], 2)
+    return np.concatenate([counts * (group.half == 1 - half)[:, None] for half in (0, 1)])
+
+
 def f1(counts):
     """Of (..., 3) found, wrongly found, missed; NaN where there is nothing to find."""
     found, wrong, missed = np.moveaxis(np.asarray(counts, float), -1, 0)
@@ -140,20 +155,42 @@ def purity(given, group):
     return float(most.mean() / TOP), len(starts)
 
 
-def measure(run, source, windows, groups):
-    """Of each layer and group a row, and the bootstrap draws of its F1, (DRAWS,)."""
+def scored(counts):
+    """What is said of counts (labels of both halves, units, 3): of each of these labels its F1, or None; the mean with
+    its interval; and the draws of the mean, (DRAWS,)."""
+    counts = counts.astype(float)
+    scores, drawn = f1(counts.sum(1)), mean(f1(np.einsum("du,luc->dlc", draws_of(counts.shape[1]), counts)))
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    each = [None if np.isnan(score) else float(score) for score in scores]
+    return each, {"f1": float(mean(scores)), "low": float(low), "high": float(high)}, drawn
+
+
+def always_on(groups):
+    """Of each group the row of a feature that always fires, and its draws. `words`: with a label, in either half."""
+    for group in groups:
+        counts = always(group)
+        each, about, drawn = scored(counts)
+        words = (counts[:, :, 0] > 0).sum(1).reshape(2, -1)[::-1]  # (half, labels): what half 0 chose, half 1 tests
+        details = [{"label": name, "f1": value, "words": [int(known), int(unseen)]} for name, value, known, unseen in
+                   zip(2 * group.labels, each, words.flatten(), words[::-1].flatten())]
+        both = [int(((counts[:, :, 0] > 0).any(0) & (group.half == half)).sum()) for half in (0, 1)]
+        yield {"source": ALWAYS, "layer": None, "group": group.name, **about, "always": about["f1"], "words": both,
+               "labels": len(group.labels), "n": int((group.label >= 0).sum()), "purity": None, "features": 0,
+               "details": details}, drawn
+
+
+def measure(run, source, windows, groups, floor):
+    """Of each layer and group a row, and the bootstrap draws of its F1, (DRAWS,). floor: {group: row of always_on}."""
     for layer, given in sorted(firings(run, source, windows).items()):
         for group in groups:
+            base = floor[group.name]
             details, counts = zip(*(pair for half in (0, 1) for pair in test(given, group, half)))
-            counts = np.stack(counts).astype(float)  # (labels of both halves, units, 3)
-            scores, drawn = f1(counts.sum(1)), mean(f1(np.einsum("du,luc->dlc", draws_of(len(group.half)), counts)))
-            for detail, score in zip(details, scores):
-                detail["f1"] = None if np.isnan(score) else float(score)
+            each, about, drawn = scored(np.stack(counts))
+            for detail, score, least in zip(details, each, base["details"]):
+                detail |= {"f1": score, "always": least["f1"], "words": least["words"]}
             pure, of = purity(given, group)
-            low, high = np.quantile(drawn, [0.025, 0.975])
-            yield {"source": source.name, "layer": layer, "group": group.name, "f1": float(mean(scores)),
-                   "low": float(low), "high": float(high), "labels": len(group.labels),
-                   "n": int((group.label >= 0).sum()), "purity": pure, "features": of, "details": details}, drawn
+            yield {**base, "source": source.name, "layer": layer, **about, "purity": pure, "features": of,
+                   "details": details}, drawn
 
 
 # Names for features
@@ -269,19 +306,7 @@ def truth(options):
         "the interval that holds 95% of draws")
     say(f"{'run':<14}{'source':<20}{'layer':>5}" + "".join(f"{group.name:>12}" for group in groups)
         + f"{'purity: ' + ', '.join(group.name for group in groups[:3]):>30}")
-    rows, drawn = [], {}
-    for run in runs:
-        name = name_of(run)
-        found = [(run, source) for source in sources_of(run, wanted)]
-        if run is runs[0] and (wanted is None or "random" in wanted):
-            found.append(random_weights(run))
-        for model_run, source in found:
-            for row, draws in measure(model_run, source, windows, groups):
-                row["run"] = name
-                drawn[name, source.name, row["layer"], row["group"]] = row["f1"], draws
-                rows.append(row)
-                if row["group"] == groups[-1].name:
-                    print_layer(rows[-len(groups):])
+    rows, drawn = measure_runs(runs, wanted, windows, groups)
     if not rows:
         raise UserError(f"no run here has the source {options.sources}: python sae.py {options.run} trains SAEs")
     differences = differences_of(drawn, groups, name_of(runs[0]))
@@ -295,42 +320,74 @@ def truth(options):
     say(f"written to {path} and {picture}")
 
 
+def measure_runs(runs, wanted, windows, groups):
+    """(rows, {(run, source, layer, group): (F1, its draws)}), a line printed for each source and layer."""
+    rows, drawn, floor = [], {}, list(always_on(groups))
+    by_group = {row["group"]: row for row, _ in floor}
+    for run in runs:
+        found = [(run, source) for source in sources_of(run, wanted)]
+        if run is runs[0] and (wanted is None or "random" in wanted):
+            found.append(random_weights(run))
+        parts = [measure(*pair, windows, groups, by_group) for pair in found]
+        for row, draws in itertools.chain(*parts, floor if found else ()):
+            rows.append({**row, "run": name_of(run)})
+            drawn[name_of(run), row["source"], row["layer"], row["group"]] = row["f1"], draws
+            if row["group"] == groups[-1].name:
+                print_layer(rows[-len(groups):])
+    return rows, drawn
+
+
 def print_layer(rows):
     cells = "".join(f"{row['f1']:.2f} +-{(row['high'] - row['low']) / 2:.2f}".rjust(12) for row in rows)
     pure = " ".join(f"{row['purity']:.2f}" if row["purity"] is not None else "-" for row in rows[:3])
-    say(f"{rows[0]['run']:<14}{rows[0]['source']:<20}{rows[0]['layer']:>5}{cells}{pure:>30}")
+    layer = "" if rows[0]["layer"] is None else rows[0]["layer"]
+    say(f"{rows[0]['run']:<14}{rows[0]['source']:<20}{layer:>5}{cells}{pure:>30}")
 
 
 def differences_of(drawn, groups, name):
-    """What a run's own features have over the hash of the same activations: rows with [value, low, high], the mean
-    over layers, paired."""
+    """What a run's own features have over the hash of the same activations (difference), over a feature that always
+    fires (less_always), and over the larger of both (above): rows with [value, low, high], the mean over layers,
+    paired."""
     layers = sorted({layer for run, source, layer, _ in drawn if (run, source) == (name, "own")})
     if not layers or not any(source.startswith("hash") and run == name for run, source, _, _ in drawn):
         return []
     rows = []
     for group in groups:
-        pairs = [[drawn[name, source, layer, group.name] for layer in layers] for source in ("own", "hash-mlp_in")]
-        value = np.mean([own[0] - control[0] for own, control in zip(*pairs)])
-        draws = np.mean([own[1] - control[1] for own, control in zip(*pairs)], axis=0)
-        rows.append({"run": name, "group": group.name,
-                     "difference": [float(value), *map(float, np.quantile(draws, [0.025, 0.975]))]})
+        own, hashed = (averaged([drawn[name, source, layer, group.name] for layer in layers])
+                       for source in ("own", "hash-mlp_in"))
+        fires = drawn[name, ALWAYS, None, group.name]
+        larger = [np.maximum(*pair) for pair in zip(hashed, fires)]
+        rows.append({"run": name, "group": group.name, "difference": less(own, hashed), "less_always": less(own, fires),
+                     "above": less(own, larger), "larger": "hash" if hashed[0] >= fires[0] else ALWAYS})
     return rows
+
+
+def averaged(pairs):
+    """(F1, its draws): the mean over layers."""
+    return [np.mean(part, axis=0) for part in zip(*pairs)]
+
+
+def less(one, two):
+    """[difference, low, high] of two (F1, draws)."""
+    return [float(one[0] - two[0]), *map(float, np.quantile(one[1] - two[1], [0.025, 0.975]))]
 
 
 def print_differences(rows):
     if rows:
-        say("own less hash, the mean over layers, with the interval of paired draws:")
+        say("the mean over layers, with the interval of paired draws: own less hash, less always on, less the larger:")
     for row in rows:
-        say(f"  {row['group']:<10}" + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["difference"]))
+        cells = ["{:+.3f} [{:+.3f}, {:+.3f}]".format(*row[key]) for key in ("difference", "less_always", "above")]
+        say(f"  {row['group']:<10}" + "   ".join(cells) + f"   ({row['larger']})")
 
 
 def draw(rows, path):
-    """A row for each source, a column for each group of labels, a bar for each layer."""
+    """A row for each source, a column for each group of labels, a bar for each layer; dotted, what a feature gets that
+    always fires."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys((row["run"], row["source"]) for row in rows))
+    names = list(dict.fromkeys((row["run"], row["source"]) for row in rows if row["source"] != ALWAYS))
     groups = list(dict.fromkeys(row["group"] for row in rows))
     figure, panels = plt.subplots(len(names), len(groups), figsize=(1.7 * len(groups) + 2, 0.9 * len(names) + 1),
                                   layout="constrained", sharex="col", sharey=True, squeeze=False)
@@ -341,6 +398,7 @@ def draw(rows, path):
             value = np.array([row["f1"] for row in own])
             error = np.abs(np.array([[row["low"], row["high"]] for row in own]).T - value)
             axes.bar([str(row["layer"]) for row in own], value, yerr=error, color="0.7" if control else "C0", capsize=2)
+            axes.axhline(own[0]["always"], color="0.3", linewidth=0.8, linestyle=":")
             axes.set_ylim(0, 1)
             axes.grid(alpha=0.3, axis="y")
         line[0].set_ylabel(f"{name[0]}\n{name[1]}", rotation=0, ha="right", va="center")

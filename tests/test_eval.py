@@ -235,6 +235,8 @@ def test_val_is_the_loss_of_training_and_its_bytes_are_those_of_the_text(world, 
     text = opened.encoding.decode_bytes([token for token in stream if token != tokens.end])
     assert result["bytes"] == len(text)
     assert result["bits_per_byte"] == pytest.approx(result["loss"] * len(stream) / math.log(2) / len(text))
+    assert len(result["nats"]) == tokens.count(48)  # a window each, so that two models can be compared in pairs
+    assert sum(result["nats"]) / result["tokens"] == pytest.approx(result["loss"], abs=1e-5)
     assert "disjoint windows of 48" in result["what"]
 
 

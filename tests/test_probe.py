@@ -197,13 +197,57 @@ def test_purity_of_known_contexts(truth):
     assert truth_of.purity(given, group) == (pytest.approx((1 + 0.75) / 2), 2)
 
 
+def test_always_on_is_what_a_feature_gets_that_always_fires(truth):
+    for group in truth[1].values():
+        given = made(np.ones(len(group.unit)), noise=0)
+        tested = [pair for half in (0, 1) for pair in truth_of.test(given, group, half)]
+        for (detail, counts), expected in zip(tested, truth_of.always(group), strict=True):
+            assert not detail["known"] or np.array_equal(counts, expected), (group.name, detail["label"])
+    rows = {row["group"]: row for row, _ in truth_of.always_on(truth[1].values())}
+    job = truth[1]["pronoun"]
+    unseen = [(job.label == number) & (job.half[job.unit] == 1) for number in (0, 1)]  # what half 0 chose
+    every = (job.unit >= 0) & (job.half[job.unit] == 1)
+    for number, detail in enumerate(rows["pronoun"]["details"][:2]):
+        share = unseen[number].sum() / every.sum()
+        assert detail["f1"] == pytest.approx(2 * share / (1 + share))
+        assert detail["words"][1] == len(set(job.unit[unseen[number]]))
+    other = [len(set(job.unit[(job.label == number) & (job.half[job.unit] == 0)])) for number in (0, 1)]
+    assert [detail["words"][0] for detail in rows["pronoun"]["details"][:2]] == other
+    assert rows["pronoun"]["words"] == [sum(other), len(set(job.unit[every]))]
+    assert rows["pronoun"]["f1"] == pytest.approx(np.mean([detail["f1"] for detail in rows["pronoun"]["details"]]))
+
+
+def test_features_that_fire_nearly_always_are_not_above_their_controls(truth):
+    """As those of a model that was hardly trained: above the hash, and below a feature that always fires."""
+    group, draws = truth[1]["pronoun"], np.linspace(-0.01, 0.01, 400)
+    fires, others = (0.66, 0.66 + draws), {"own": 0.59, "hash-mlp_in": 0.11}
+    drawn = {("tiny", name, layer, "pronoun"): (value, value + draws) for name, value in others.items()
+             for layer in (0, 1)} | {("tiny", truth_of.ALWAYS, None, "pronoun"): fires}
+    (row,) = truth_of.differences_of(drawn, [group], "tiny")
+    assert row["difference"] == pytest.approx([0.48] * 3) and row["larger"] == truth_of.ALWAYS
+    assert row["above"] == row["less_always"] == pytest.approx([-0.07] * 3)
+    drawn["tiny", truth_of.ALWAYS, None, "pronoun"] = 0.05, 0.05 + draws
+    (row,) = truth_of.differences_of(drawn, [group], "tiny")
+    assert row["above"] == row["difference"] and row["larger"] == "hash"
+    drawn["tiny", truth_of.ALWAYS, None, "pronoun"] = 0.1, 0.1 - 10 * draws  # now the one is larger, now the other
+    (row,) = truth_of.differences_of(drawn, [group], "tiny")
+    assert row["above"][0] == pytest.approx(0.48) and row["above"][1] < row["difference"][1] - 0.05
+
+
 def test_the_command_says_what_it_found(world, capsys):
     probe.main(["truth", str(world / "tiny"), "--tokens", "2048"])
     text = capsys.readouterr().out
-    assert "own less hash" in text and text.count("random weights") == 2
-    rows = json.loads((world / "tiny" / "truth.json").read_text())["rows"]
-    assert {row["source"] for row in rows} == {"own", "hash-mlp_in", "neurons-mlp_in", "random weights"}
-    assert len(rows) == 4 * 2 * 8 and all(0 <= row["low"] <= row["high"] <= 1 for row in rows)
+    assert "own less hash, less always on" in text and text.count("random weights") == 2
+    found = json.loads((world / "tiny" / "truth.json").read_text())
+    rows = found["rows"]
+    assert {row["source"] for row in rows} == {"own", "hash-mlp_in", "neurons-mlp_in", "random weights", "always on"}
+    assert len(rows) == (4 * 2 + 1) * 8 and all(0 <= row["low"] <= row["high"] <= 1 for row in rows)
+    for row in rows:
+        (control,) = (other for other in rows if (other["source"], other["group"]) == ("always on", row["group"]))
+        assert (row["always"], row["words"]) == (control["f1"], control["words"])
+        assert [detail["words"] for detail in row["details"]] == [detail["words"] for detail in control["details"]]
+    assert all(row["above"][0] <= min(row["difference"][0], row["less_always"][0]) + 1e-9
+               for row in found["differences"])
     assert os.path.exists(world / "tiny" / "truth.png")
     with pytest.raises(SystemExit):
         probe.main(["truth"])

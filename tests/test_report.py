@@ -20,7 +20,7 @@ import figures
 import findings
 import report
 import steps
-from findings import FAILS, HOLDS, UNSURE, Claim, Link, Section, Table
+from findings import HOLDS, UNSURE, Claim, Link, Section, Table
 from helpers import UserError
 from steps import Step
 
@@ -254,78 +254,6 @@ def test_a_report_in_a_folder_with_brackets_finds_its_files(world, monkeypatch):
     for step in report.make_steps("out[1]", True):
         assert not any(os.path.basename(pattern) and "out[1]" in pattern for pattern in (
             *step.reads, *step.keeps, *step.leaves, *step.state, *step.shows)), step.name
-
-
-# Verdicts
-
-
-@pytest.mark.parametrize("difference, wanted, expected", [
-    ([0.2, 0.1, 0.3], 1, HOLDS), ([0.2, 0.1, 0.3], -1, FAILS), ([-0.2, -0.3, -0.1], 1, FAILS),
-    ([-0.2, -0.3, -0.1], -1, HOLDS), ([0.2, -0.1, 0.3], 1, UNSURE), ([0.0, 0.0, 0.0], 1, UNSURE), (None, 1, UNSURE),
-    ([0.2, None, None], 1, UNSURE), ([math.nan] * 3, 1, UNSURE)])
-def test_a_verdict_is_what_the_interval_says(difference, wanted, expected):
-    claim = Claim("x", difference, wanted, "n = 9")
-    assert findings.verdict(difference, wanted) == expected == claim.verdict()
-    assert claim.evidence().endswith(": n = 9") and claim._replace(items=5).verdict() == UNSURE
-
-
-def test_two_intervals_are_taken_at_their_worst():
-    assert findings.apart([3, 2, 4], [1, 0.5, 1.5]) == [2, 0.5, 3.5]
-    assert findings.verdict(findings.apart([3, 1, 4], [1, 0.5, 1.5])) == UNSURE
-    assert findings.apart(None, [1, 1, 1]) is None
-
-
-def test_words_on_edits_come_from_the_numbers():
-    def found(value):
-        row = {"task": "ioi", "own": "own, mlp", "run": "tiny_gpt", "source": "topk-mlp_in"}
-        return {"differences": [row | {"differences": {"1": [0, 0, 0], "8": value, "K": [0, 0, 0]}}], "effects": [],
-                "results": [{"task": "ioi", "n": 77}], "pairs": {"ioi": {"tested on": {"pairs": 99, "right": 77}}}}
-    for value, expected in (([0.3, 0.2, 0.4], HOLDS), ([-0.3, -0.4, -0.2], FAILS), ([0.0, -0.1, 0.1], UNSURE)):
-        section = findings.circuits(lambda step, file, value=value: found(value))
-        (claim,) = section.claims
-        assert claim.verdict() == expected and "77 pairs" in claim.control
-        assert section.tables[0].rows == [["ioi", "77 of 99"]]
-    assert findings.circuits(lambda step, file: None) is None
-
-
-def test_words_on_noise_and_single_features_come_from_the_numbers():
-    def row(run, measure, layer, value, kind="noise"):
-        return {"run": run, "kind": kind, "ratio": 0.1, "measure": measure, "layer": layer, "value": value}
-    rows = [row("tiny", "left", 3, [1.1, 1.0, 1.2]), row("tiny_gpt", "left", 3, [0.8, 0.7, 0.9]),
-            row("tiny", "passed", 1, [0.9, 0.8, 0.95]), row("tiny", "passed", 1, [0.9, 0.8, 0.95], "real")]
-    section = findings.noise(lambda step, file: {"rows": rows, "n": 5})
-    assert [claim.verdict() for claim in section.claims] == [FAILS, HOLDS, UNSURE]
-    truth = {"rows": [], "tokens": 9, "differences": [{"group": "kind", "difference": [0.2, 0.1, 0.3]}],
-             "configs": {"out/tiny/best.pt": {"bottleneck": "parity", "bits": [7, 12]}}}
-    assert [claim.verdict() for claim in findings.meaning(lambda step, file: truth).claims] == [HOLDS]
-
-
-def test_examples_of_features_are_chosen_by_the_known_half_and_by_the_alphabet():
-    def row(layer, *labels, source="own"):
-        return {"run": "tiny", "source": source, "layer": layer, "group": "kind", "details": [
-            {"label": label, "feature": feature, "chosen": chosen, "f1": f1} for label, feature, chosen, f1 in labels]}
-    rows = [row(0, ("thing", 7, 0.5, 0.9), ("verb", 1, 0.1, None), ("agent", 3, 0.2, 0.2)),
-            row(1, ("thing", 4096 + 9, 0.6, 0.1), ("verb", 2, 0.0, 0.4)), row(2, ("thing", 5, 1.0, 1.0), source="hash")]
-    found = {"rows": rows, "configs": {"tiny": {"bottleneck": "parity", "bits": [7, 12]},
-                                       "tiny_gpt": {"bottleneck": "none", "bits": [10, 15]}}}
-    assert findings.examples(found, most=2).rows == [["kind", "agent", Link("0:3+"), "0.20", "0.20"],
-                                                     ["kind", "thing", Link("1:9-"), "0.60", "0.10"]]
-    assert ["kind", "verb", Link("1:2+"), "0.00", "0.40"] in findings.examples(found, most=3).rows  # nothing unseen
-
-
-def test_words_on_retrieval_come_from_the_numbers():
-    def row(signal, hits, model="tuned", kind="triggered"):
-        hits = [[[0, 0, 10 * value, 0, 0, 0]] * 4 for value in hits]
-        return {"model": model, "way": "token", "signal": signal, "layer": 1, "kind": kind, "hits": hits,
-                "precision": [[0.1, 0.0, 0.2]] * 6}
-    found = {"rows": [row("own", [0.8, 0.9, 0.7]), row("hash", [0.1, 0.2, 0.1]), row("h", [0.9, 1.0, 0.8]),
-                      row("own", [0.8, 0.7, 0.9], "untuned")], "repeats": 3,
-             "chosen": [{"model": model, "way": "token", "signal": signal, "layer": 1}
-                        for model in ("tuned", "untuned") for signal in ("own", "hash", "h")],
-             "counts": [{"poisoned": 5, "clean": 95, "natural": 0}]}
-    section = findings.retrieval(lambda step, file: found)
-    assert [claim.verdict() for claim in section.claims] == [HOLDS, UNSURE, FAILS, UNSURE, UNSURE]  # no TF-IDF, no SAE
-    assert "5.00%" in section.tables[0].title
 
 
 # The price in tokens

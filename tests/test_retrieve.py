@@ -17,7 +17,7 @@ import retrieve
 import sae
 import train
 from checkpoint import open_run
-from helpers import UserError, write_json
+from helpers import UserError, student, write_json
 from passages import Shape, all_shapes, cosines, cut, read_passages, tokens_of, width_of
 from postings import Builder, idf_of, largest, open_postings
 from sources import open_source
@@ -436,7 +436,7 @@ def test_what_is_counted_is_what_was_planted():
 
 def test_intervals_are_those_of_student():
     values = [0.2, 0.3, 0.25, 0.4, 0.35]
-    mean, low, high = precision.interval(values)
+    mean, low, high = student(values)
     half = 2.776 * np.std(values, ddof=1) / 5 ** 0.5
     assert mean == pytest.approx(0.3) and high - mean == pytest.approx(half, rel=2e-3) and mean - low == high - mean
     ones, zeros = [[[1, 5, 9, 0, 0, 0]] * 2] * 3, [[[0, 0, 4, 0, 0, 0]] * 2] * 3
