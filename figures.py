@@ -141,8 +141,13 @@ def of_tokens(get):
 
 
 def of_autoencoders(get):
-    return {f"{row['run']} {row['source']} {row['layer']} fvu": row["fvu"][0] for step in ("sae", "sae_gpt")
-            for row in rows_of(get, step, "report-mlp_in.json")}
+    found = {}
+    for row in (row for step in ("sae", "sae_gpt") for row in rows_of(get, step, "report-mlp_in.json")):
+        name, (value, low, high) = f"{row['run']} {row['source']}", row["fvu"]
+        found |= {f"{name} {row['layer']} fvu": value, f"{name} {row['layer']} dead": row["dead"]}
+        found |= {f"{name} {row['layer']} recovered": row["recovered"][0]} if row["recovered"] else {}
+        found[f"{name} fvu half"] = max(found.get(f"{name} fvu half", 0), (high - low) / 2)  # the widest of the layers'
+    return found
 
 
 def means_of(pairs):
