@@ -188,19 +188,21 @@ def written(instruction):
     return frozenset(range(int(found[1]), int(found[1]) + many))
 
 
-def hazards(code):
-    """The numbers of instructions that overwrite a register which a product in flight may still read.
+def flights(code):
+    """Every way through the code: (number of an instruction, the asynchronous products in flight when it is issued).
 
-    HGMMA reads its left side from four registers, or from shared memory, long after it was issued; those up to one
-    with a barrier (gsb0) are a group, and WARPGROUP.DEPBAR.LE gsb0, n waits until at most n groups are left. Every way
-    through the code is followed, with the groups in flight, until nothing new is met: each loop at least twice.
+    A product is (registers that it reads, whether its group is complete). HGMMA reads its left side from four
+    registers, or from shared memory, long after it was issued; those up to one with a barrier (gsb0) are a group, and
+    WARPGROUP.DEPBAR.LE gsb0, n waits until at most n groups are left. UTCHMMA, Blackwell's, reads no registers; a wait
+    at a barrier in memory is for all of them. Ways are followed until nothing new is met: each loop at least twice.
     """
-    found, met, ways = set(), set(), [(0, ())]
+    met, ways = set(), [(0, ())]
     while ways:
         n, flying = way = ways.pop()
         if way in met or n >= len(code):
             continue
         met.add(way)
+        yield way
         name, operands, conditional, target = code[n]
         if name.startswith("HGMMA"):
             left = re.fullmatch(r"R(\d+)", operands.split(",")[1].strip())
@@ -209,16 +211,22 @@ def hazards(code):
                 reads |= flying[-1][0]
                 flying = flying[:-1]
             flying = (*flying, (reads, "gsb" in operands))[-8:]
+        elif name.startswith("UTCHMMA"):
+            flying = ((frozenset(), True),)
         elif name.startswith("WARPGROUP.DEPBAR"):
             left = int(operands.split(",")[-1], 16)
             flying = flying[len(flying) - left:] if left < len(flying) else flying
-        elif any(written(code[n]) & reads for reads, _ in flying):
-            found.add(n)
+        elif name.startswith("SYNCS.PHASECHK"):
+            flying = ()
         if target is not None:
             ways.append((target, flying))
         if not (name.startswith(("EXIT", "BRA")) and not conditional):
             ways.append((n + 1, flying))
-    return found
+
+
+def hazards(code):
+    """The numbers of instructions that overwrite a register which a product of Hopper's in flight may still read."""
+    return {n for n, flying in flights(code) if any(written(code[n]) & reads for reads, _ in flying)}
 
 
 def overtaken(text):

@@ -103,6 +103,33 @@ def test_tensor_cores_do_what_the_product_needs(compiled):
     assert score["instructions"]["mma"] * 64 * 256 * 16 == 4 * 16 * 256 * 1024  # four warps share one of 64x256x16
 
 
+def test_a_program_alone_on_its_sm_does_not_hide_what_it_issues_before_a_product(compiled):
+    score = next(k for k in compiled["row"]["kernels"] if k["kernel"] == "score 1")
+    for name, n in score["instructions"].items():
+        assert score["beside"].get(name, 0) + score["alone"].get(name, 0) == pytest.approx(n)
+    assert score["alone"]["load/store"] == score["instructions"]["load/store"]  # both sides are stored before a product
+    assert 0 < score["beside"]["issue"] < score["instructions"]["issue"] / 2
+    times = score["resources"]
+    if score["programs"] == 1:
+        assert times["in turn"] == pytest.approx(times["tensor"] + times["load/store"]) == score["microseconds"]
+    assert "in turn" not in next(k for k in compiled["row"]["kernels"] if k["kernel"] == "decode")["resources"]
+
+
+@pytest.mark.parametrize("programs, expected", [(1, 4 + 3), (2, 4 + 3 / 2), (3, 4 + 3 / 3)])
+def test_what_is_in_turn_by_hand(monkeypatch, programs, expected):
+    """Tensor cores 4 us, 1 us of issue slots beside products, and alone 2 us of those, 3 us of loads and stores."""
+    gpu, share = predict.GPUS["H100"], 0.5
+    slot = gpu["sms"] * gpu["clock"] * share / 1024e6  # warp instructions of a token that take 1 us at one a clock
+    monkeypatch.setattr(predict, "ANALYSED", {})
+    monkeypatch.setattr(predict, "analyse", lambda kernel, capability: dict(
+        programs=programs, instructions={"issue": 12 * slot, "load/store": 3 * slot},
+        beside={"issue": 4 * slot}, alone={"issue": 8 * slot, "load/store": 3 * slot}))
+    launch = kernels.moments_kernel, (1,), dict.fromkeys(kernels.moments_kernel.arg_names)
+    flops = 4 * gpu["tensor"] * predict.SHARE["tensor"] / 1024e6
+    found = predict.predict_kernel(predict.Kernel("toy", launch, [], 1, 0, 0, flops), gpu, share)
+    assert found["bound"] == "in turn" and found["microseconds"] == pytest.approx(expected)
+
+
 def test_more_features_cost_more(compiled):
     for few, many in zip(compiled["row"]["kernels"], compiled["more"]):
         assert (few["kernel"] == many["kernel"]
@@ -141,11 +168,11 @@ def test_bytes_of_small_2l_by_hand():
     assert predict.dense_flops(config) == pytest.approx(72 * 2 ** 20 + 6 * 2 ** 20 + 6 * 1024 * 50304 / 12)
 
 
-@pytest.mark.parametrize("registers, shared, warps, expected", [
-    (64, 512, 1, 32), (96, 0, 2, 20), (244, 73728, 8, 8), (32, 0, 4, 64),
+@pytest.mark.parametrize("registers, shared, warps, columns, expected", [
+    (64, 512, 1, 0, 32), (96, 0, 2, 0, 20), (244, 73728, 8, 0, 8), (32, 0, 4, 0, 64), (32, 0, 4, 256, 8),
 ])
-def test_occupancy(registers, shared, warps, expected):
-    assert predict.occupancy(registers, shared, warps) == expected
+def test_occupancy(registers, shared, warps, columns, expected):
+    assert predict.occupancy(registers, shared, warps, columns) == expected
 
 
 def search_threshold(top, keep):
