@@ -214,8 +214,9 @@ def step_kernels(config, gpu):
             yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,
                          # The table of moments, as far as half of the cache cannot hold it.
                          moved + 8 * C * max(0, 1 - gpu["cache"] / 2 / moments.nbytes),
-                         # The parents of a token find its x in L1.
-                         moved + 8 * C + gamma.nbytes * P / tile["BM"], flops=2 * C * d)
+                         # The parents of a token find its x in L1; other columns ask for x and signs of parents again.
+                         moved + 8 * C + gamma.nbytes * P / tile["BM"]
+                         + launch[1][1] * (2 * d + 8 * P + 8 * W * P) - 2 * d - 8 * P, flops=2 * C * d)
             launch = kernels.select_launch(z, parents, generators, *found, rstd=torch.empty(m), tops=tops,
                                            scales=found[1])
             tile = launch[2]
