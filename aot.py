@@ -4,10 +4,13 @@
                              for AMD's gfx942: registers, stack, spills, shared memory and hazards. Fails if one
                              spills, does not fit, or has a hazard.
 
-A hazard is an instruction that overwrites what an asynchronous product may still read, a register (NVIDIA's Hopper) or
-shared memory (Blackwell), or that reads memory before an addition to it is known to be done (AMD). Triton 3.7.1 makes
-the first two kinds by mistake: of products whose left side comes from registers (its issue 9433), and of two products
-that share a side, of which it waits for the first only. predict.py counts the instructions of the same machine code.
+A hazard is an instruction that overwrites what an asynchronous product may still read, or that reads memory before an
+addition to it is known to be done. Looked for are, on NVIDIA's Hopper (90), writes to registers; on Blackwell (100),
+writes to shared memory; on AMD, reads of memory; on 80 and 120, whose products are not asynchronous, nothing. Triton
+3.7.1 makes the first two kinds by mistake: of products whose left side comes from registers (its issue 9433), and of
+two products that share a side, of which it waits for the first only.
+
+predict.py counts the instructions of the same machine code.
 """
 import argparse
 import itertools
@@ -63,7 +66,10 @@ def paper_launches(arch=90, dtype=torch.bfloat16, tokens=2):
         for level, k in enumerate(active):
             indices, coefs = torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k)
             if level == 0:
-                yield f"d={d} C={d} k={k}", select_launch(x, None, None, indices, coefs, torch.empty(d), torch.empty(d))
+                mean, rstd = torch.empty(2, d)
+                yield f"d={d} C={d} k={k}", select_launch(x, None, None, indices, coefs, mean, rstd)
+                yield f"d={d} C={d} k={k} scales", select_launch(  # as training runs it
+                    x, None, None, indices, coefs, mean, rstd, scales=coefs)
                 continue
             P, low = active[level - 1], 2 ** bits[level - 1]
             parents, generators = torch.empty(tokens, P, dtype=torch.int64), torch.empty(D, dtype=torch.int64)
@@ -188,19 +194,21 @@ def written(instruction):
     return frozenset(range(int(found[1]), int(found[1]) + many))
 
 
-def hazards(code):
-    """The numbers of instructions that overwrite a register which a product in flight may still read.
+def flights(code):
+    """Every way through the code: (number of an instruction, the asynchronous products in flight when it is issued).
 
-    HGMMA reads its left side from four registers, or from shared memory, long after it was issued; those up to one
-    with a barrier (gsb0) are a group, and WARPGROUP.DEPBAR.LE gsb0, n waits until at most n groups are left. Every way
-    through the code is followed, with the groups in flight, until nothing new is met: each loop at least twice.
+    A product is (registers that it reads, whether its group is complete). HGMMA reads its left side from four
+    registers, or from shared memory, long after it was issued; those up to one with a barrier (gsb0) are a group, and
+    WARPGROUP.DEPBAR.LE gsb0, n waits until at most n groups are left. UTCHMMA, Blackwell's, reads no registers; a wait
+    at a barrier in memory is for all of them. Ways are followed until nothing new is met: each loop at least twice.
     """
-    found, met, ways = set(), set(), [(0, ())]
+    met, ways = set(), [(0, ())]
     while ways:
         n, flying = way = ways.pop()
         if way in met or n >= len(code):
             continue
         met.add(way)
+        yield way
         name, operands, conditional, target = code[n]
         if name.startswith("HGMMA"):
             left = re.fullmatch(r"R(\d+)", operands.split(",")[1].strip())
@@ -209,16 +217,22 @@ def hazards(code):
                 reads |= flying[-1][0]
                 flying = flying[:-1]
             flying = (*flying, (reads, "gsb" in operands))[-8:]
+        elif name.startswith("UTCHMMA"):
+            flying = ((frozenset(), True),)
         elif name.startswith("WARPGROUP.DEPBAR"):
             left = int(operands.split(",")[-1], 16)
             flying = flying[len(flying) - left:] if left < len(flying) else flying
-        elif any(written(code[n]) & reads for reads, _ in flying):
-            found.add(n)
+        elif name.startswith("SYNCS.PHASECHK"):
+            flying = ()
         if target is not None:
             ways.append((target, flying))
         if not (name.startswith(("EXIT", "BRA")) and not conditional):
             ways.append((n + 1, flying))
-    return found
+
+
+def hazards(code):
+    """The numbers of instructions that overwrite a register which a product of Hopper's in flight may still read."""
+    return {n for n, flying in flights(code) if any(written(code[n]) & reads for reads, _ in flying)}
 
 
 def overtaken(text):
@@ -311,7 +325,7 @@ def main(arguments):
                       f"{found.shared / 1024:.1f} KiB", str(found.hazards) + "  <- wrong" * bool(bad))
     if wrong:
         raise UserError(f"{wrong} of these spill, have a hazard, or use more shared memory than the card has")
-    print("no stack, no spills, no hazards, shared memory within each card's limit")
+    print("no stack, no spills, none of the hazards that are looked for, shared memory within each card's limit")
 
 
 if __name__ == "__main__":

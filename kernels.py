@@ -495,6 +495,22 @@ def halves(tile, M: tl.constexpr, N: tl.constexpr):
 
 
 @jit
+def finish(total, first, i, r, rows, generators, moments, z, tops, low, high, scale,
+           D: tl.constexpr, ROW: tl.constexpr, TOPS: tl.constexpr, G: tl.constexpr, PIECE: tl.constexpr):
+    """standardise scaled products PIECE columns at a time, so that no more of them, and of moments, take registers."""
+    M: tl.constexpr = total.shape[0]
+    N: tl.constexpr = total.shape[1]
+    if N > PIECE:
+        left, right = halves(total, M, N)
+        finish(left, first, i, r, rows, generators, moments, z, tops, low, high, scale, D, ROW, TOPS, G, PIECE)
+        finish(right, first + N // 2, i, r, rows, generators, moments, z, tops, low, high, scale, D, ROW, TOPS, G,
+               PIECE)
+    else:
+        standardise(total.to(tl.float32) * scale, i, r, rows, first, generators, moments, z, tops, low, high, D, ROW,
+                    TOPS, G)
+
+
+@jit
 def for_rows(piece, rows: tl.constexpr):
     """A row for each token of a tile -> one for each row of the tile, as tile_rows has them."""
     tokens: tl.constexpr = piece.shape[0]
@@ -589,12 +605,14 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, 
     A tile has TOKENS tokens with all of their parents, if P divides it, and x is read once for them; else a row has its
     own.
 
-    Each turn of the loop flips the piece that the next one multiplies. So the flipping goes on while the tensor cores
-    work; and the piece, as a value carried by the loop, is multiplied from shared memory. From registers it must not
-    be: Triton 3.7.1 lets the next turn overwrite them while a product of Hopper's still reads (aot.py looks for that).
+    Each turn of the loop multiplies the piece that the last one flipped: a value carried by the loop, it is multiplied
+    from shared memory. From registers it must not be: Triton 3.7.1 lets the next turn overwrite them while a product of
+    Hopper's still reads (aot.py looks for that).
 
     With PAIRS Gamma comes as bits, a sixteenth of what L2 would have to give, and is made anew for every tile, a turn
-    ahead like the left side. Both are then made two numbers at a time.
+    ahead like the left side. Both are then made two numbers at a time, after the product in the source: so the compiler
+    may make some while it flies. Both are stored before the next one, when no product of this program flies: what hides
+    that is another program of the SM, for which score_launch leaves room, and predict.py says how well.
 
     A GPU adds up all products of a tile in one order, so that copies of a child, of several parents, are equal to the
     bit: select_kernel needs that. In Triton's interpreter numpy's order depends on the CPU and the place in the tile,
@@ -612,11 +630,9 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, 
         flipped = flip_pairs(of_token, lower, upper, 0, live, d, W)
         right = expand_signs(gamma, 0, x.dtype.element_ty, D, W, BN)
         for b in range(BITS):
-            following = flip_pairs(of_token, lower, upper, (b + 1) % BITS, live, d, W)
-            coming = expand_signs(gamma, (b + 1) % BITS, x.dtype.element_ty, D, W, BN)
             total = multiply(flipped, right, total, UPCAST)
-            flipped = following
-            right = coming
+            flipped = flip_pairs(of_token, lower, upper, (b + 1) % BITS, live, d, W)
+            right = expand_signs(gamma, (b + 1) % BITS, x.dtype.element_ty, D, W, BN)
     else:
         words = sign_words(packed, i[:, None], w[None, :], d, W)  # (BM, W)
         flipped = flip_signs(of_token, words, 0, w, live, d, W)
@@ -626,16 +642,10 @@ def score_kernel(x, parents, packed, gamma, generators, moments, z, tops, rows, 
             following = flip_signs(of_token, words, (b + 1) % BITS, w, live, d, W)
             total = multiply(flipped, right, total, UPCAST)
             flipped = following
-    # The parents again, and by quarters: what is not needed at a time must not take registers.
+    # The parents again: what is not needed at a time must not take registers.
     i = tl.load(parents + r // P * parent_row + r % P, mask=r < rows, other=-1)
-    left, right = halves(total, BM, BN)
-    first = tl.program_id(1) * BN
-    for half in tl.static_range(2):
-        one, two = halves(right if half else left, BM, BN // 2)
-        one, two = one.to(tl.float32) * scale, two.to(tl.float32) * scale
-        standardise(one, i, r, rows, first, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
-        standardise(two, i, r, rows, first + BN // 4, generators, moments, z, tops, low, high, D, ROW, TOPS, G)
-        first += BN // 2
+    finish(total, tl.program_id(1) * BN, i, r, rows, generators, moments, z, tops, low, high, scale, D, ROW, TOPS, G,
+           min(BN // 4, 32))
 
 
 GROUP = 16  # children, neighbours in memory, of which the largest |z| is kept for the selection: two sectors of memory
@@ -659,13 +669,16 @@ def score_launch(x, parents, gamma, generators, moments, z, low, high, arch=None
     if generators is not None:
         BN = min(BN, 128)  # a pair for each product takes more registers than a row for all of a parent
     BN = min(BN, max(4 * GROUP, triton.next_power_of_2(D)))  # a quarter of a tile, at least, has a whole group
+    tokens, pairs = BM if BM % P else BM // P, gamma.dtype == torch.int32
+    if pairs and (arch == 90 or BN <= 128) and (W < 64 or tokens < BM):  # at 64, x for each row would spill
+        BN, warps = min(BN, 128), 4  # two programs to an SM: one makes pieces while the other's product flies
     return score_kernel, (triton.cdiv(N * P, BM), triton.cdiv(D, BN)), dict(
         x=x, parents=parents, packed=packed_signs(d, low, x.device), gamma=gamma, generators=generators,
         moments=moments, z=z, tops=tops, rows=N * P, low=low, high=high,
         parent_row=parents.stride(0), scale=d ** -0.5, P=P, D=D, ROW=z.stride(0),
         TOPS=0 if tops is None else tops.stride(0), G=GROUP,
         d=d, BITS=bits, W=W, BM=BM, BN=BN, num_warps=warps, num_stages=3 if W <= 32 else 2,
-        TOKENS=BM if BM % P else BM // P, PAIRS=gamma.dtype == torch.int32, UPCAST=triton.knobs.runtime.interpret)
+        TOKENS=tokens, PAIRS=pairs, UPCAST=triton.knobs.runtime.interpret)
 
 
 def takes_pairs(d, dtype, arch):

@@ -6,14 +6,24 @@ Every kernel of a training step is compiled for the card, disassembled, and its 
 the loops around it turn. With p the peak rate of a resource, e the share of the peak that we expect to reach, and w
 the work of a token:
 
-    time of a kernel = max over resources of w / (p e)          resources: issue slots, pipes, tensor cores, L2, memory
+    time of a kernel = max over resources of w / (p e)          resources: issue slots, pipes, tensor cores, L2, memory;
+                                                                of a kernel with tensor cores also "in turn"
     overhead = 1 + (sum over kernels + element-wise bytes) / (time of the dense model at a given share of peak FLOPs)
+
+A maximum means that a kernel uses all resources at once. A program whose warps all wait for their products does not:
+what it issues between a product and the wait for it runs beside the product, all else before or after it. So
+
+    turn    = max(tensor cores, pipes of what is issued beside products) + pipes of all else
+    in turn = largest resource + (turn - largest resource) / k           k: programs that share an SM
+
+A program alone on its SM takes its turn. Of several one may issue while another's product flies; how well they fall in
+with each other is not known. The formula is what k programs take at most that meet at random (balanced job bounds).
 
 Counted as stated, not known: which branch a token takes (the code has active[0] basis features, never the slow path of
 the selection), turns of loops that depend on the data (for normally distributed scores), and tables: one that fits into
 half of L2 stays there, of a larger one as much as fits, as if all of it were read equally often.
-Left out: launches, latency that other warps do not hide, bank conflicts, cache misses, the last wave of programs,
-the optimiser.
+Left out: launches, latency that other warps do not hide (of reads that only one program of an SM could wait for, too),
+bank conflicts, cache misses, the last wave of programs, the optimiser.
 """
 import argparse
 import math
@@ -135,10 +145,12 @@ def count(code, times):
     return total
 
 
-def occupancy(registers, shared, warps):
-    """Warps that an SM of Hopper or Blackwell holds: 65,536 registers, 228 KiB shared memory, 64 warps, 32 programs."""
+def occupancy(registers, shared, warps, columns=0):
+    """Warps that an SM of Hopper or Blackwell holds: 65,536 registers, 228 KiB shared memory, 64 warps, 32 programs;
+    of Blackwell's memory for products 512 columns."""
     per_warp = math.ceil(registers / 8) * 8 * 32
-    return warps * min(65536 // (per_warp * warps), 228 * 1024 // (shared + 1024), 64 // warps, 32)
+    return warps * min(65536 // (per_warp * warps), 228 * 1024 // (shared + 1024), 64 // warps, 32,
+                       512 // columns if columns else 32)
 
 
 # What a training step runs
@@ -202,8 +214,9 @@ def step_kernels(config, gpu):
             yield Kernel(f"score {level}", launch, [Loop("HGMMA|UTCHMMA", 0, tile["BITS"])], TOKENS,
                          # The table of moments, as far as half of the cache cannot hold it.
                          moved + 8 * C * max(0, 1 - gpu["cache"] / 2 / moments.nbytes),
-                         # The parents of a token find its x in L1.
-                         moved + 8 * C + gamma.nbytes * P / tile["BM"], flops=2 * C * d)
+                         # The parents of a token find its x in L1; other columns ask for x and signs of parents again.
+                         moved + 8 * C + gamma.nbytes * P / tile["BM"]
+                         + launch[1][1] * (2 * d + 8 * P + 8 * W * P) - 2 * d - 8 * P, flops=2 * C * d)
             launch = kernels.select_launch(z, parents, generators, *found, rstd=torch.empty(m), tops=tops,
                                            scales=found[1])
             tile = launch[2]
@@ -248,11 +261,26 @@ def analyse(kernel, capability):
     """What a kernel takes of an SM, and the warp instructions of a token."""
     target, (_, grid, arguments) = f"sm_{capability}", kernel.launch
     registers, _, _, shared, _ = aot.needs(kernel.launch, target)
-    code = aot.parse(aot.cuobjdump(aot.compiled(kernel.launch, target).asm["cubin"], "-sass"))
+    binary, warps = aot.compiled(kernel.launch, target), arguments["num_warps"]
+    code = aot.parse(aot.cuobjdump(binary.asm["cubin"], "-sass"))
     times, loops = executions(code, kernel.loops)
-    each = math.prod(grid) * arguments["num_warps"] / kernel.tokens  # warps a token
-    return dict(registers=registers, shared=shared, warps_per_sm=occupancy(registers, shared, arguments["num_warps"]),
-                loops=loops, instructions={name: each * n for name, n in count(code, times).items()})
+    each = math.prod(grid) * warps / kernel.tokens  # warps a token
+    resident = occupancy(registers, shared, warps, getattr(binary.metadata, "tmem_size", 0))
+    flying = {n for n, products in aot.flights(code) if products}
+
+    def of_token(wanted):
+        counted = count(code, [turns * (n in wanted) for n, turns in enumerate(times)])
+        return {name: each * n for name, n in counted.items()}
+    everything = set(range(len(code)))
+    return dict(registers=registers, shared=shared, warps_per_sm=resident, programs=resident // warps, loops=loops,
+                instructions=of_token(everything), beside=of_token(flying), alone=of_token(everything - flying))
+
+
+def pipe_times(instructions, gpu, share):
+    """Microseconds of 1,024 tokens on issue slots and pipes."""
+    rates = PIPES | {"alu": gpu["alu"]}
+    return {name: 1024e6 * instructions.get(name, 0) / (rate * gpu["sms"] * gpu["clock"] * share)
+            for name, rate in rates.items()}
 
 
 def predict_kernel(kernel, gpu, pipe_share=PIPE_SHARE):
@@ -260,12 +288,14 @@ def predict_kernel(kernel, gpu, pipe_share=PIPE_SHARE):
     key = kernel.name, gpu["capability"], tuple(kernel.launch[2][name] for name in kernel.launch[0].arg_names
                                                 if not isinstance(kernel.launch[2][name], torch.Tensor))
     found = ANALYSED[key] if key in ANALYSED else ANALYSED.setdefault(key, analyse(kernel, gpu["capability"]))
-    rates = PIPES | {"alu": gpu["alu"]}
-    work = {name: found["instructions"].get(name, 0) / (rate * gpu["sms"] * gpu["clock"])
-            for name, rate in rates.items()}
-    work |= {"tensor": kernel.flops / gpu["tensor"], "L2": kernel.l2 / gpu["l2"],
-             "memory": kernel.memory / gpu["memory"]}
-    resources = {name: 1024e6 * seconds / SHARE.get(name, pipe_share) for name, seconds in work.items()}
+    work = {"tensor": kernel.flops / gpu["tensor"], "L2": kernel.l2 / gpu["l2"],
+            "memory": kernel.memory / gpu["memory"]}
+    resources = pipe_times(found["instructions"], gpu, pipe_share)
+    resources |= {name: 1024e6 * seconds / SHARE[name] for name, seconds in work.items()}
+    if kernel.flops:
+        beside, alone = (max(pipe_times(found[part], gpu, pipe_share).values()) for part in ("beside", "alone"))
+        turn, largest = max(resources["tensor"], beside) + alone, max(resources.values())
+        resources["in turn"] = largest + (turn - largest) / found["programs"]
     bound = max(resources, key=resources.get)
     return dict(kernel=kernel.name, microseconds=resources[bound], bound=bound, resources=resources) | found
 

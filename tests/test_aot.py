@@ -107,6 +107,19 @@ def test_hazards_of_listings_known_by_hand():
     assert aot.hazards(listing(*open_group, "MOV R160, R1", "MOV R152, R1", "EXIT")) == {3, 4}
 
 
+def test_what_is_issued_while_a_product_flies():
+    def beside(*lines):
+        return {n for n, flying in aot.flights(listing(*lines)) if flying}
+    hopper = "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR4].tnspB, R24, gsb0"
+    wait, one_left = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+    assert beside("MOV R1, R2", hopper, "MOV R1, R2", wait, "MOV R1, R2", "@P0 BRA 0x0", "EXIT") == {2, 3}
+    assert beside(hopper, one_left, hopper, one_left, "MOV R1, R2", wait, "EXIT") == {1, 2, 3, 4, 5}
+    blackwell, wait = "UTCHMMA gdesc[UR6], gdesc[UR8], tmem[UR5], tmem[UR30], idesc[UR31]", "SYNCS.PHASECHK.TRANS64"
+    # A product is waited for in the next turn; a warp that does not issue it waits, too.
+    assert beside(f"{wait} P6, [UR16], R0", "MOV R1, R2", "@UP1 BRA 0x40", blackwell, "MOV R1, R2", "@P0 BRA 0x0",
+                  f"{wait} P6, [UR16], R0", "EXIT") == {0, 4, 5, 6}
+
+
 def test_shared_memory_that_is_written_too_early():
     product, other = ("ttng.tc_gen5_mma %left, %right, %t, %a[%true] {is_async} : x",
                       "ttng.tc_gen5_mma %left2, %right, %t2, %b[%true] {is_async} : x")

@@ -264,13 +264,16 @@ def test_scores_of_half_precision_inputs(use, path, method, dtype):
 
 
 @needs_triton
+@pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("d, m, N, P, D", [
     (8, 64, 2, 2, 6), (32, 1024, 2, 3, 9), (256, 2 ** 13, 2, 3, 70), (1024, 2 ** 13, 2, 2, 17),
-    (2048, 2 ** 13, 2, 1, 33), (4096, 2 ** 13, 2, 1, 5), (64, 1024, 65, 2, 40), (64, 1024, 3, 50, 9)])
-def test_scores_from_bits_of_the_generators(d, m, N, P, D, dtype):
+    (2048, 2 ** 13, 2, 1, 33), (4096, 2 ** 13, 2, 1, 5), (64, 1024, 65, 2, 40), (64, 1024, 3, 50, 9),
+    (64, 1024, 4, 16, 201)])
+def test_scores_from_bits_of_the_generators(monkeypatch, d, m, N, P, D, dtype, arch):
     """Every way to pack them: few bits to a word, 32, 64 words; an odd number of generators. And tiles of rows that are
-    cut off, or that parents do not fill."""
+    cut off, or that parents do not fill; of 128 columns on Hopper, of 256 on Blackwell."""
+    monkeypatch.setattr(kernels, "arch_of", lambda device: arch)
     x, *rest = level(d, m, N, P, D, dtype=dtype)
     exact = kernels.score_reference(
         x.double(), *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in rest))

@@ -100,7 +100,36 @@ def test_every_loop_is_found_and_turns_as_the_source_says(compiled):
 
 def test_tensor_cores_do_what_the_product_needs(compiled):
     score = next(k for k in compiled["row"]["kernels"] if k["kernel"] == "score 1")
-    assert score["instructions"]["mma"] * 64 * 256 * 16 == 4 * 16 * 256 * 1024  # four warps share one of 64x256x16
+    assert score["instructions"]["mma"] * 64 * 128 * 16 == 4 * 16 * 256 * 1024  # four warps share one of 64x128x16
+
+
+def test_what_a_program_issues_before_a_product_is_not_beside_it(compiled):
+    score = next(k for k in compiled["row"]["kernels"] if k["kernel"] == "score 1")
+    for name, n in score["instructions"].items():
+        assert score["beside"].get(name, 0) + score["alone"].get(name, 0) == pytest.approx(n)
+    stored = 4096 * 1024 * 2 // 128 * (1 / 128 + 1 / 128)  # both sides, before a product, for 128 x 128 children
+    assert score["alone"]["load/store"] > stored
+    assert 0 < score["beside"]["issue"] < score["instructions"]["issue"] / 2
+    times = score["resources"]
+    assert score["programs"] == 2  # so half of what loads and stores do not hide is left
+    assert times["in turn"] == pytest.approx(times["load/store"] + times["tensor"] / 2, rel=0.01)
+    assert score["bound"] == "in turn"
+    assert "in turn" not in next(k for k in compiled["row"]["kernels"] if k["kernel"] == "decode")["resources"]
+
+
+@pytest.mark.parametrize("programs, expected", [(1, 4 + 3), (2, 4 + 3 / 2), (3, 4 + 3 / 3)])
+def test_what_is_in_turn_by_hand(monkeypatch, programs, expected):
+    """Tensor cores 4 us, 1 us of issue slots beside products, and alone 2 us of those, 3 us of loads and stores."""
+    gpu, share = predict.GPUS["H100"], 0.5
+    slot = gpu["sms"] * gpu["clock"] * share / 1024e6  # warp instructions of a token that take 1 us at one a clock
+    monkeypatch.setattr(predict, "ANALYSED", {})
+    monkeypatch.setattr(predict, "analyse", lambda kernel, capability: dict(
+        programs=programs, instructions={"issue": 12 * slot, "load/store": 3 * slot},
+        beside={"issue": 4 * slot}, alone={"issue": 8 * slot, "load/store": 3 * slot}))
+    launch = kernels.moments_kernel, (1,), dict.fromkeys(kernels.moments_kernel.arg_names)
+    flops = 4 * gpu["tensor"] * predict.SHARE["tensor"] / 1024e6
+    found = predict.predict_kernel(predict.Kernel("toy", launch, [], 1, 0, 0, flops), gpu, share)
+    assert found["bound"] == "in turn" and found["microseconds"] == pytest.approx(expected)
 
 
 def test_more_features_cost_more(compiled):
@@ -129,8 +158,10 @@ def test_bytes_of_small_2l_by_hand():
     once = 2 ** 15 * 24  # moments
     assert predict.other_bytes(config) == pytest.approx(1024 * 2 + 4096 * 450 * 127 / 2 ** 19 + once / 16384)
     assert kernel["score 1"].memory == 1024 * 2 + 16 * 8 + 4096 * 4 + 256 * 4  # x, parents, z, the maxima
-    assert kernel["score 1"].l2 == (kernel["score 1"].memory + 4096 * 8
-                                    + 1024 * 256 // 8 // 8)  # Gamma's bits once for 8 tokens; x, for its parents, in L1
+    # Gamma's bits once for 8 tokens; for both halves of the children x, which its parents find in L1, the parents, and
+    # two rows of signs of each.
+    assert kernel["score 1"].l2 == (kernel["score 1"].memory + 4096 * 8 + 1024 * 256 // 8 // 8
+                                    + (1024 * 2 + 16 * 8) + 2 * 16 * 2 * 1024 // 8)
     assert kernel["score 1"].flops == 2 * 4096 * 1024
     large = {k.name: k for k in predict.step_kernels(load(["configs/small_3l.py"]), predict.GPUS["H100"])}
     missed = 1 - 25e6 / (2 ** 15 * 256 * 8)  # of a table of 67 MB, half of 50 MB stay in L2
@@ -141,11 +172,11 @@ def test_bytes_of_small_2l_by_hand():
     assert predict.dense_flops(config) == pytest.approx(72 * 2 ** 20 + 6 * 2 ** 20 + 6 * 1024 * 50304 / 12)
 
 
-@pytest.mark.parametrize("registers, shared, warps, expected", [
-    (64, 512, 1, 32), (96, 0, 2, 20), (244, 73728, 8, 8), (32, 0, 4, 64),
+@pytest.mark.parametrize("registers, shared, warps, columns, expected", [
+    (64, 512, 1, 0, 32), (96, 0, 2, 0, 20), (244, 73728, 8, 0, 8), (32, 0, 4, 0, 64), (32, 0, 4, 256, 8),
 ])
-def test_occupancy(registers, shared, warps, expected):
-    assert predict.occupancy(registers, shared, warps) == expected
+def test_occupancy(registers, shared, warps, columns, expected):
+    assert predict.occupancy(registers, shared, warps, columns) == expected
 
 
 def search_threshold(top, keep):
