@@ -120,6 +120,9 @@ def of_training(get):
         for key, value in rows[-1].items() if rows else ():
             parts = {f" {level}": part for level, part in enumerate(value)} if isinstance(value, list) else {"": value}
             found |= {f"{name} trained {key}{level}": part for level, part in parts.items()}
+    losses = [found.get(f"{name} trained val_loss") for name in ("tiny", "tiny_gpt")]
+    if all(losses):
+        found["tiny over tiny_gpt val_loss"] = losses[0] / losses[1] - 1
     return found
 
 

@@ -36,7 +36,7 @@ DATA = ("data/toy/*.bin", "data/toy/tokenizer.json")
 
 def settings_of(*names):
     """What configs say, without their comments."""
-    return "\n".join(repr(config.load([f"configs/{name}.py"])) for name in names)
+    return "\n".join(repr(config.load([os.path.join(HERE, "configs", f"{name}.py")])) for name in names)
 
 
 def make_steps(out, quick=False):
@@ -378,8 +378,6 @@ def main(arguments):
     instead.add_argument("--docs", action="store_true", help="run nothing: the report's figures into the docs")
     options = parser.parse_args(arguments)
     out = options.out or ("out/report-quick" if options.quick else "out/report")
-    if not os.path.exists("configs/tiny.py"):
-        raise UserError("give this command in the folder of the repository: its steps are commands given there")
     if options.docs and options.quick:
         raise UserError("a quick report is no source of figures for the docs: leave off --quick")
     steps = make_steps(out, options.quick)
@@ -391,6 +389,8 @@ def main(arguments):
             why = reasons(step, read_record(out, step), out)
             say(f"{step.name:<12}{why[0] if why else 'finished':<40}  {' && '.join(step.lines())}")
         return
+    if not options.page and not os.path.exists("configs/tiny.py"):
+        raise UserError("give this command in the folder of the repository: its steps are commands given there")
     with locked(out), ended_by_signals():
         def write():
             write_page(out, steps, options.quick, find_explorer(out, options.quick))

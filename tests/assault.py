@@ -164,7 +164,10 @@ COMMANDS = r"""
 0 report.py --page --out {new,{emoji}}  # says index.html
 1 report.py --only {x,{byte},'',{long}}  # says there is no step
 1 report.py --page --out {small.py,/sys/new,/proc/self/mem}
-1 report.py --docs {--out nowhere,--out data,--quick}  # says no report
+1 report.py --docs {--out nowhere,--out data}  # says no report
+1 report.py --docs --quick  # says no source
+1 report.py --list --page  # says not allowed
+1 report.py --only data  # says in the folder of the repository
 1 report.py {x,--quick=1,--only}
 1 budget.py --parity {nowhere,latin1.py,data,{byte},''}
 1 budget.py --parity small.py --dense {nowhere,{long}}
