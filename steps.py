@@ -276,9 +276,13 @@ def run_step(step, out, tick=lambda: None):
         before = {}
     goes_on = before if step.state else {}
     shutil.rmtree(folder_of(out, step), ignore_errors=True)
-    # From here on what is there is of these inputs, however it ends.
-    write_record(step, out, goes_on, "it was stopped before its end", now, began)
-    error = run_commands(step.commands, os.path.join(folder_of(out, step), "log.txt"), tick)
+    stopped = functools.partial(write_record, step, out, goes_on, "it was stopped before its end", now, began)
+    stopped()  # from here on what is there is of these inputs, however it ends
+    try:
+        error = run_commands(step.commands, os.path.join(folder_of(out, step), "log.txt"), tick)
+    except BaseException:
+        stopped()  # after so long
+        raise
     gone = [pattern for pattern in (*step.keeps, *step.leaves) if not glob.glob(pattern)]
     if error or gone:
         return write_record(step, out, goes_on, error or f"it did not write {gone[0]}", now, began)

@@ -135,16 +135,19 @@ def test_an_interrupted_step_goes_on_but_not_from_other_inputs(world, monkeypatc
 
         def stop(*_):
             (world / "first.json.state").write_text(text)
+            time.sleep(0.1)
             raise KeyboardInterrupt
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(steps, "run_command", stop)
             steps.run_all(LIST[:1], "out")
+        assert steps.read_record("out", LIST[0])["seconds"] > 0.1
     (world / "first.json.state").write_text("a user's own")  # no report made it: the program decides
     steps.run_all(LIST[:1], "out")
     assert runs(world) == ["first.json goes on"]
     stopped("two")
     assert steps.reasons(LIST[0], steps.read_record("out", LIST[0]), "out") == ["it failed"]
-    steps.run_all(LIST[:1], "out")
+    before = steps.read_record("out", LIST[0])["seconds"]
+    assert steps.run_all(LIST[:1], "out")["first"]["seconds"] > before  # of both times
     assert runs(world) == ["first.json goes on"]
     stopped("three")
     (world / "input").write_text("two")
