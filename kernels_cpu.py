@@ -230,15 +230,21 @@ def search_transform_c(x, parents, generators, mean, rstd, low, k, rows):
     return indices, coefs, sampled
 
 
+def check_range(name, indices, low, high):
+    """Raise for a wrong index where that costs nothing; on a GPU, where looking would stall it, the token gets NaN."""
+    if indices.device.type == "cpu" and indices.numel():
+        least, most = (int(v) for v in indices.aminmax())
+        if least < low or most >= high:
+            raise IndexError(f"{name} must lie in {low}..{high - 1}, but these go from {least} to {most}")
+
+
 class Tables:
     """A bottleneck as narrow_tokens reads it, made of moments and generators that are copied, to be compared with."""
 
     def __init__(self, mean, var, generators, lows, active):
         self.shape, self.generators = (tuple(lows), tuple(active)), [words.clone() for words in generators]
         for words, low, high in zip(generators, lows, lows[1:]):  # C reads what they point at
-            if len(words) and not low <= int(words.min()) <= int(words.max()) < high:
-                raise IndexError(f"generators must lie in {low}..{high - 1}, but these go from {int(words.min())} to "
-                                 f"{int(words.max())}")
+            check_range("generators", words, low, high)
         d, m, mean, var, rstd = lows[0], lows[-1], mean.clone(), var.clone(), var.rsqrt()
         coordinates = torch.arange(d, dtype=torch.int32)
         first = Level(0, d, active[0], 0, d, coordinates.data_ptr(), None, mean.data_ptr(), rstd.data_ptr())

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 import kernels
 import kernels_cpu
 from kernels import rescale, triton, wide
-from kernels_cpu import chunks, has_library
+from kernels_cpu import check_range, chunks, has_library
 from kloosterman import log2_width
 
 BACKEND = None  # None picks by device; "reference", "c" or "triton" forces one path (tests do)
@@ -60,14 +60,6 @@ def exact(operation):
         with torch.autocast(device, enabled=False):
             return operation(*arguments)
     return run_exact
-
-
-def check_range(name, indices, low, high):
-    """Raise for a wrong index where that costs nothing; on a GPU, where looking would stall it, the token gets NaN."""
-    if indices.device.type == "cpu" and indices.numel():
-        least, most = (int(v) for v in indices.aminmax())
-        if least < low or most >= high:
-            raise IndexError(f"{name} must lie in {low}..{high - 1}, but these go from {least} to {most}")
 
 
 def by_chunks(reference, tokens, elements, *others):

@@ -446,7 +446,7 @@ def check_replay(path, device):
             model = GPT(configs.load([os.path.join(here, "configs", f"{line.shape}.py")])).to(device).eval()
             tokens, cache = torch.randint(0, 2048, (4, 40), generator=torch.Generator().manual_seed(0)), Cache()
             tokens = tokens.to(device)
-            with using(path), torch.no_grad():
+            with using(path):
                 with mixed():
                     model(tokens[:, :10], cache=cache)
                     replay = Replay(model, tokens[:, 10:11], cache, 40)
