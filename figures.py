@@ -90,7 +90,7 @@ def collect(get, strict=False):
     interval has " low" and " high" after the name, and half of its width as " half". get: as in findings.py. Results
     of an older program, which lack what is looked for, are left out, or, if strict, an error."""
     parts = (of_training, of_evaluation, of_tokens, of_autoencoders, of_truth, of_noise, of_probes, of_steering,
-             of_edits, of_retrieval)
+             of_edits)
     found = {}
     for part in parts:
         try:
@@ -212,21 +212,3 @@ def of_edits(get):
             found |= {f"{name} layer": row["layer"], **{
                 f"{name} {count}": value["ours"][0] for count, value in row["rows"].items()}}
     return found
-
-
-def of_retrieval(get):
-    found = get("retrieve", "retrieve.json")
-    if not found:
-        return {}
-    import precision  # only where it is needed: it brings torch
-    table, result = precision.table_of(found), {}
-    for way, signal in dict.fromkeys((row["way"], row["signal"]) for row in found["chosen"]):
-        def at(model, kind="triggered", signal=signal, way=way):
-            return precision.at_chosen(table, model, way, signal, found["chosen"], kind)
-        name = f"retrieve {way} {signal}"
-        for model in ("tuned", "untuned"):
-            for kind in ("triggered", "background", "sham"):
-                result |= named(f"{name} {model} {kind}", at(model, kind)["precision"][precision.AT])
-        result |= named(f"{name} learnt", precision.difference(at("tuned"), at("untuned")))
-        result |= named(f"{name} over hash", precision.difference(at("tuned"), at("tuned", signal="hash")))
-    return result
