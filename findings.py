@@ -433,8 +433,8 @@ def retrieval(get):
         return None
     import precision  # only where it is needed: it brings torch
     table, chosen = precision.table_of(found), found["chosen"]
-    n = (f"precision at 10, {found['repeats']} repeats, Student's interval; of one tuning, and another one changes more "
-         "than that")
+    n = (f"precision at 10, {found['repeats']} repeats, Student's interval; of one tuning, and another one changes "
+         "more than that")
     claims, rows = [], []
     for way in dict.fromkeys(row["way"] for row in chosen):
         def row(signal, kind="triggered", model="tuned", way=way):

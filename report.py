@@ -272,8 +272,8 @@ def write_steps(known):
     busy = sum(state["record"].get("cpu_seconds", 0) for state in known.values())
     head = "".join(f"<th>{name}</th>" for name in ("step", "state", "time", "commit", "command"))
     return (f'<section id="steps"><h2>Steps</h2><p>{clock(total)} in all and {clock(busy)} of processor time, with '
-            f'what steps that were stopped took before.</p><div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-            f"<tbody>{rows}</tbody></table></div></section>")
+            'what steps that were stopped took before.</p><div class="scroll" tabindex="0"><table><thead>'
+            f"<tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>")
 
 
 def seeds_of(get):
